@@ -1,0 +1,78 @@
+# make demo | test | bench | docs | format | clean     (PYTHON=python3.12 make ... chooses the interpreter)
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.PHONY: demo install test lint bench bench-smollm2 bench-qwen docs format clean
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+REPEAT ?= 3
+PYTEST_ARGS ?=
+
+# The demo edits code: most of the answer is in the prompt, where drafts by lookup pay.
+define DEMO_PROMPT
+Add a docstring to each function of this file and change nothing else. Answer with the whole file.
+
+def area_of_circle(radius):
+    return 3.14159 * radius * radius
+
+def area_of_rectangle(width, height):
+    return width * height
+
+def area_of_triangle(base, height):
+    return 0.5 * base * height
+endef
+export DEMO_PROMPT
+
+demo: install
+	@printf '%s' "$$DEMO_PROMPT" | $(BIN)/dspark generate - --model smollm2-135m --draft suffix --max-tokens 192 --exact --compare
+
+install: $(VENV)/.installed
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 10), f"dspark needs Python 3.10 or newer, PYTHON={sys.executable} is {sys.version.split()[0]}"'
+	@echo "making $(VENV)" >&2
+	@$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing dspark into $(VENV)" >&2
+	@$(PIP) install --quiet --constraint constraints.txt --editable .
+	@touch $@
+
+$(VENV)/.installed-test: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing dspark and its test tools into $(VENV)" >&2
+	@$(PIP) install --quiet --constraint constraints.txt --editable '.[test]'
+	@touch $@ $(VENV)/.installed
+
+lint: $(VENV)/.installed-test
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+
+test: lint
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# Each figure is a ratio within one run; leave the machine alone meanwhile. REPEAT=1 is a quick look.
+bench: bench-smollm2 bench-qwen
+
+bench-smollm2: $(VENV)/.installed-test
+	$(BIN)/dspark bench --model smollm2-135m --data benchmarks/prompts --drafts none,ngram,suffix,loop --peer hf \
+	    --max-tokens 128 --repeat $(REPEAT) --out benchmarks/results --name smollm2-135m
+
+bench-qwen: $(VENV)/.installed-test
+	$(BIN)/dspark bench --model qwen2.5-coder-1.5b --data benchmarks/prompts \
+	    --drafts none,ngram,suffix,qwen2.5-coder-0.5b:int4 --peer hf \
+	    --max-tokens 128 --repeat $(REPEAT) --out benchmarks/results --name qwen2.5-coder-1.5b
+
+docs: $(VENV)/.installed
+	$(BIN)/python -m dspark.cli.reference > docs/cli.md
+
+format: $(VENV)/.installed-test
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
