@@ -1,0 +1,181 @@
+"""Every setting of the engine and of speculation, as frozen dataclasses, from keywords, JSON or TOML.
+It must never import torch, read the environment at import, or let an unknown key pass."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+LOOKUP_METHODS = ("ngram", "suffix")
+METHODS = ("none", *LOOKUP_METHODS, "model")
+POLICIES = ("adaptive", "fixed")
+
+
+def _choice(name: str, value: object, choices: Sequence[object]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name}={value!r} is not known: choose one of {', '.join(map(str, choices))}")
+
+
+def _at_least(name: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name}={value!r} is not usable: give a whole number of at least {least}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculationConfig:
+    """Which drafter, and how long its drafts may be. Key names are vLLM's where the meaning is the same.
+
+    `num_speculative_tokens` is the largest draft of a step; `policy` "fixed" always drafts and verifies that many,
+    "adaptive" as many as pay by the measured cost of a pass (docs/architecture.md, plan). `quantization` is the draft
+    model's. `prompt_lookup_max/min` are the n-gram sizes of `ngram`; `suffix_max_cached_tokens` bounds the memory
+    of finished answers of `suffix`.
+    """
+
+    method: str = "none"
+    model: str | None = None
+    num_speculative_tokens: int = 8
+    policy: str = "adaptive"
+    quantization: str | None = None
+    prompt_lookup_max: int = 4
+    prompt_lookup_min: int = 2
+    suffix_max_cached_tokens: int = 200_000
+
+    def __post_init__(self) -> None:
+        _choice("method", self.method, METHODS)
+        _choice("policy", self.policy, POLICIES)
+        _choice("quantization", self.quantization, (None, "int8", "int4"))
+        _at_least("num_speculative_tokens", self.num_speculative_tokens, 0)
+        _at_least("prompt_lookup_min", self.prompt_lookup_min, 1)
+        _at_least("prompt_lookup_max", self.prompt_lookup_max, self.prompt_lookup_min)
+        _at_least("suffix_max_cached_tokens", self.suffix_max_cached_tokens, 0)
+        if (self.method == "model") != (self.model is not None):
+            raise ValueError(
+                f"method={self.method!r} with model={self.model!r} does not fit: "
+                "a draft model needs method 'model' and a model name, the other methods take none"
+            )
+
+    @classmethod
+    def from_draft(cls, draft: str | None, **settings: Any) -> SpeculationConfig:
+        """The short spelling: a method's name, or a model's name, folder or GGUF file as draft model."""
+        if draft is None or draft in METHODS and draft != "model":
+            return cls(method=draft or "none", **settings)
+        return cls(**{"method": "model", "model": draft, **settings})
+
+    def drafter_settings(self) -> dict[str, Any]:
+        """Keyword arguments of the drafter's constructor (draft/base.registry) that come from here."""
+        longest = {"num_speculative_tokens": max(1, self.num_speculative_tokens)}
+        if self.method == "ngram":
+            return longest | {"prompt_lookup_max": self.prompt_lookup_max, "prompt_lookup_min": self.prompt_lookup_min}
+        if self.method == "suffix":
+            return longest | {"max_cached_tokens": self.suffix_max_cached_tokens}
+        return {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """How the target runs.
+
+    `path`: "native" (C++ kernels on CPU), "torch" (fused torch decoder), "general" (transformers' own forward),
+    "auto" the first that fits. `exact`: a row's arithmetic must not depend on its company (docs/losslessness.md).
+    `cache_gib`: memory of the KV cache in GiB; None chooses from what is free and what the rows can use.
+    `max_num_batched_tokens`: new tokens in one pass (prompt chunks, last tokens and drafts together).
+    `check`: assert the step invariants after every step (tests; costs time).
+    """
+
+    dtype: str = "auto"
+    device: str = "auto"
+    path: str = "auto"
+    exact: bool = False
+    quantization: str | None = None
+    threads: int | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int = 32
+    max_num_batched_tokens: int = 512
+    page_size: int = 16
+    cache_gib: float | None = None
+    prefix_reuse: bool = True
+    seed: int | None = None
+    check: bool = False
+
+    def __post_init__(self) -> None:
+        _choice("dtype", self.dtype, ("auto", "bfloat16", "float32"))
+        _choice("path", self.path, ("auto", "native", "torch", "general"))
+        _choice("quantization", self.quantization, (None, "int8", "int4"))
+        for name in ("max_num_seqs", "max_num_batched_tokens", "page_size"):
+            _at_least(name, getattr(self, name), 1)
+        for name in ("threads", "max_model_len"):
+            if getattr(self, name) is not None:
+                _at_least(name, getattr(self, name), 1)
+        if self.cache_gib is not None and not self.cache_gib > 0:
+            raise ValueError(f"cache_gib={self.cache_gib!r} is not usable: give a positive number of GiB or leave it out")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} is below max_num_seqs={self.max_num_seqs}: "
+                "each running sequence needs at least one token a pass; raise the first or lower the second"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Engine and speculation together, as read from a TOML file with the tables [engine] and [speculation]."""
+
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+
+
+def _build(cls: type, values: Mapping[str, Any], where: str) -> Any:
+    known = {f.name for f in fields(cls)}
+    if unknown := sorted(set(values) - known):
+        raise ValueError(f"unknown keys {unknown} in {where}: known are {sorted(known)}")
+    return cls(**values)
+
+
+def engine_config(values: Mapping[str, Any]) -> EngineConfig:
+    """From keywords; unknown ones are an error that names them."""
+    return _build(EngineConfig, values, "the engine's settings")
+
+
+def speculation_config(values: Mapping[str, Any]) -> SpeculationConfig:
+    """From parsed JSON as in vLLM's --speculative-config; a `model` without `method` is a draft model."""
+    values = dict(values)
+    if "method" not in values and "model" in values:
+        values["method"] = "model"
+    if values.get("method") == "draft_model":
+        values["method"] = "model"
+    return _build(SpeculationConfig, values, "the speculation settings")
+
+
+def load_config(path: str | Path | None = None, *, overrides: Sequence[str] = ()) -> Config:
+    """A TOML file, then overrides spelled `engine.exact=true` (the right side is a TOML value)."""
+    tables: dict[str, dict[str, Any]] = {"engine": {}, "speculation": {}}
+    if path is not None:
+        try:
+            tables |= tomllib.loads(Path(path).read_text())
+        except FileNotFoundError:
+            raise ValueError(f"{path}: no such file; give a TOML file with the tables [engine] and [speculation]") from None
+        except tomllib.TOMLDecodeError as error:
+            raise ValueError(f"{path}: not TOML: {error}") from None
+    for override in overrides:
+        key, separator, value = override.partition("=")
+        table, _, name = key.strip().partition(".")
+        if not separator or not name:
+            raise ValueError(f"--set {override!r} is not of the form table.key=value, such as engine.exact=true")
+        try:
+            parsed = tomllib.loads(f"value = {value}")["value"]
+        except tomllib.TOMLDecodeError:
+            parsed = value.strip()
+        tables.setdefault(table, {})[name] = parsed
+    if unknown := sorted(set(tables) - {"engine", "speculation"}):
+        raise ValueError(f"unknown tables {unknown}: known are ['engine', 'speculation']")
+    return Config(
+        engine=_build(EngineConfig, tables["engine"], "[engine]"),
+        speculation=_build(SpeculationConfig, tables["speculation"], "[speculation]"),
+    )

@@ -1,0 +1,146 @@
+"""SamplingParams: everything a request may ask of the sampler, checked once at the door.
+It must never import torch, read a tokenizer, or silently accept a field that the engine does not honour."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 64
+
+
+def _fail(name: str, value: object, cure: str) -> None:
+    raise ValueError(f"{name}={value!r} is not usable: {cure}")
+
+
+def _number(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        _fail(name, value, "give a finite number")
+    return float(value)  # type: ignore[arg-type]
+
+
+def _integer(name: str, value: object, *, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        _fail(name, value, f"give a whole number of at least {least}")
+    return int(value)  # type: ignore[call-overload]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How one request is sampled. Names and meanings are those of vLLM and of the OpenAI API.
+
+    Units: `temperature` 0 is greedy (argmax); `top_k` 0 or -1 means no limit; `max_tokens` None means up to the
+    context's end; `stop` strings are not part of the text unless `include_stop_str_in_output`.
+    `logprobs` is the number of most likely tokens reported at each position (None: none; the chosen token is always
+    added); the values are log-softmax of the *raw* logits, before any processor, as vLLM's default.
+    `seed` makes the tokens a function of (model, prompt, params) alone: the same in any company, with any drafter and
+    draft length, after preemption (see docs/losslessness.md, "seeded requests").
+
+    Raises ValueError naming field, cause and cure.
+    """
+
+    n: int = 1
+    max_tokens: int | None = 128
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    bad_words: Sequence[str] = ()
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    seed: int | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+    speculation: bool = True
+
+    def __post_init__(self) -> None:
+        self._check_counts()
+        self._check_shape_of_distribution()
+        self._check_ends()
+
+    def _check_counts(self) -> None:
+        _integer("n", self.n, least=1)
+        _integer("min_tokens", self.min_tokens, least=0)
+        if self.max_tokens is not None:
+            _integer("max_tokens", self.max_tokens, least=1)
+            if self.min_tokens > self.max_tokens:
+                _fail("min_tokens", self.min_tokens, f"it must not exceed max_tokens={self.max_tokens}")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value is not None and _integer(name, value, least=0) > MAX_LOGPROBS:
+                _fail(name, value, f"at most {MAX_LOGPROBS} are reported")
+        if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int)):
+            _fail("seed", self.seed, "give a whole number or None")
+
+    def _check_shape_of_distribution(self) -> None:
+        if _number("temperature", self.temperature) < 0:
+            _fail("temperature", self.temperature, "give 0 (greedy) or a positive number")
+        if isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < -1:
+            _fail("top_k", self.top_k, "give a whole number; 0 or -1 switches it off")
+        if not 0 < _number("top_p", self.top_p) <= 1:
+            _fail("top_p", self.top_p, "give a number in (0, 1]")
+        if not 0 <= _number("min_p", self.min_p) <= 1:
+            _fail("min_p", self.min_p, "give a number in [0, 1]")
+        if _number("repetition_penalty", self.repetition_penalty) <= 0:
+            _fail("repetition_penalty", self.repetition_penalty, "give a positive number; 1 switches it off")
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not -2 <= _number(name, getattr(self, name)) <= 2:
+                _fail(name, getattr(self, name), "give a number in [-2, 2]")
+        for token, bias in self.logit_bias.items():
+            _integer("logit_bias token id", token, least=0)
+            _number(f"logit_bias[{token}]", bias)
+
+    def _check_ends(self) -> None:
+        stops = [self.stop] if isinstance(self.stop, str) else list(self.stop)
+        if len(stops) > MAX_STOP_STRINGS:
+            _fail("stop", f"<{len(stops)} strings>", f"at most {MAX_STOP_STRINGS} are watched")
+        for name, words in (("stop", stops), ("bad_words", self.bad_words)):
+            if isinstance(words, str) or any(not isinstance(word, str) for word in words):
+                _fail(name, words, "give a list of strings")
+            if any(not word for word in words):
+                _fail(name, list(words), "an empty string matches everywhere; remove it")
+        for token in self.stop_token_ids:
+            _integer("stop_token_ids", token, least=0)
+        object.__setattr__(self, "stop", tuple(stops))
+        object.__setattr__(self, "bad_words", tuple(self.bad_words))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+
+    @property
+    def greedy(self) -> bool:
+        """Temperature 0: the most likely token under the processed logits."""
+        return self.temperature == 0
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether the processed logits of a position depend on the tokens before it (and so on drafts in the block)."""
+        return (
+            self.repetition_penalty != 1
+            or self.presence_penalty != 0
+            or self.frequency_penalty != 0
+            or bool(self.bad_words)
+            or self.min_tokens > 0
+        )
+
+    @property
+    def plain(self) -> bool:
+        """No processor touches the logits before temperature, top-k, top-p and min-p."""
+        return not self.needs_history and not self.logit_bias
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, object]) -> SamplingParams:
+        """From parsed JSON. Unknown keys are an error that names them."""
+        known = {f.name for f in fields(cls)}
+        if unknown := sorted(set(values) - known):
+            raise ValueError(f"unknown sampling fields {unknown}: known are {sorted(known)}")
+        return cls(**values)  # type: ignore[arg-type]
