@@ -1,0 +1,188 @@
+// I4: 4-bit weights in groups of 32 inputs, their quantiser and their vector kernels.
+// Never mixes groups: a group's products are summed exactly in int32, then added in order with one float fma.
+//
+// A group of a panel is 2 halves x 4 x 64 bytes of nibbles and 32 bfloat16 scales. Byte 4c+e of part i of a half
+// holds, low nibble first, inputs 8i+e and 8i+4+e of column c, as value + 8.
+#pragma once
+
+#include "linear_rows.h"
+
+#if defined(__AVX512VNNI__) || defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace dspark {
+
+// Nearest grid of -8..7 for one group at `scale`; returns the squared error after the scale is refitted to the chosen
+// integers (least squares) and rounded to bfloat16. `scale` may be negative: it decides which end reaches 8.
+inline float int4_try(const float* w, float* scale, int8_t* q) {
+  const float inverse = 1.0f / *scale;
+  float wq = 0, qq = 0;
+  float values[kGroup4];
+  for (int i = 0; i < kGroup4; ++i) {
+    const float v = std::min(7.0f, std::max(-8.0f, w[i] * inverse));
+    const int32_t r = round_int(v);
+    q[i] = int8_t(r);
+    values[i] = float(r);
+  }
+  for (int i = 0; i < kGroup4; ++i) wq += w[i] * values[i], qq += values[i] * values[i];
+  const float fitted = qq > 0 ? wq / qq : *scale;
+  *scale = from_bf16(to_bf16(fitted));
+  float error = 0;
+  for (int i = 0; i < kGroup4; ++i) {
+    const float d = w[i] - *scale * values[i];
+    error += d * d;
+  }
+  return error;
+}
+
+// One group of 32 weights -> 32 integers of -8..7 and a bfloat16 scale, the best of several starting scales.
+inline uint16_t int4_quantise(const float* w, int8_t* q) {
+  float top = 0;
+  for (int i = 0; i < kGroup4; ++i)
+    if (std::abs(w[i]) > std::abs(top)) top = w[i];
+  std::memset(q, 0, kGroup4);
+  if (!(std::abs(top) > 1e-30f)) return 0;
+  // Magnitudes that the largest weight is sent to; below 7 the others gain resolution and it is clipped or shrunk.
+  constexpr float ends[] = {-8.0f, -7.5f, -7.0f, -8.6f, -9.3f, 7.0f, 7.6f, -6.4f};
+  float best = -1.0f, best_scale = 0;
+  int8_t trial[kGroup4];
+  for (const float end : ends) {
+    float scale = top / end;
+    const float error = int4_try(w, &scale, trial);
+    if (best < 0 || error < best) best = error, best_scale = scale, std::memcpy(q, trial, kGroup4);
+  }
+  return to_bf16(best_scale);
+}
+
+// Integers of 32 columns (row-major [32, 32]) and their scales -> the stored group.
+inline void int4_encode(const int8_t* q, const uint16_t* scale, uint8_t* dst) {
+  for (int half = 0; half < 2; ++half)
+    for (int i = 0; i < 4; ++i)
+      for (int c = 0; c < 16; ++c)
+        for (int e = 0; e < 4; ++e) {
+          const int8_t* column = q + (half * 16 + c) * kGroup4 + 8 * i + e;
+          *dst++ = uint8_t((column[0] + 8) | (column[4] + 8) << 4);
+        }
+  std::memcpy(dst, scale, kPanel * 2);
+}
+
+struct Int4Row { const int8_t* q; const float* scale; const int32_t* correction; };
+
+inline Int4Row int4_row(const Chunk& chunk, int r) {
+  const uint8_t* base = chunk.a + r * chunk.lda;
+  const auto* scale = reinterpret_cast<const float*>(base + round_up(size_t(chunk.all_blocks) * kGroup4, 64));
+  return {reinterpret_cast<const int8_t*>(base), scale, reinterpret_cast<const int32_t*>(scale + chunk.all_blocks)};
+}
+
+#if defined(__AVX512VNNI__)
+
+struct Int4Kernel {
+  using Acc = float;
+  static constexpr int kRows = 8;
+  static constexpr bool kDecodes = false;  // BF12 must be decoded before
+
+  template <int R>
+  static void rows(const Chunk& chunk) {
+    Int4Row row[R];
+    __m512 sum[R][2];
+    auto* acc = static_cast<float*>(chunk.acc);
+    for (int r = 0; r < R; ++r) {
+      row[r] = int4_row(chunk, r);
+      for (int h = 0; h < 2; ++h)
+        sum[r][h] = chunk.first_block ? _mm512_loadu_ps(acc + r * kPanel + h * 16) : _mm512_setzero_ps();
+    }
+    const __m512i low = _mm512_set1_epi8(15);
+    const uint8_t* w = chunk.w;
+    for (int g = chunk.first_block; g < chunk.first_block + chunk.blocks; ++g, w += kGroup4Bytes) {
+      if (chunk.ahead_lines == kStream)
+        for (int i = 0; i < 9; ++i) __builtin_prefetch(w + kStreamAhead + i * 64);
+      for (int h = 0; h < 2; ++h) {
+        __m512i dot[R];
+        for (int r = 0; r < R; ++r) dot[r] = _mm512_set1_epi32(row[r].correction[g]);
+        for (int i = 0; i < 4; ++i) {
+          const __m512i both = _mm512_loadu_si512(w + h * 256 + i * 64);
+          const __m512i first = _mm512_and_si512(both, low);
+          const __m512i second = _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
+          for (int r = 0; r < R; ++r) {
+            int32_t a[2];
+            std::memcpy(a, row[r].q + g * kGroup4 + i * 8, 8);
+            dot[r] = _mm512_dpbusd_epi32(dot[r], first, _mm512_set1_epi32(a[0]));
+            dot[r] = _mm512_dpbusd_epi32(dot[r], second, _mm512_set1_epi32(a[1]));
+          }
+        }
+        const __m256i narrow = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w + 512 + h * 32));
+        const __m512 scale = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow), 16));
+        for (int r = 0; r < R; ++r)
+          sum[r][h] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot[r]),
+                                      _mm512_mul_ps(scale, _mm512_set1_ps(row[r].scale[g])), sum[r][h]);
+      }
+    }
+    for (int r = 0; r < R; ++r)
+      for (int h = 0; h < 2; ++h) _mm512_storeu_ps(acc + r * kPanel + h * 16, sum[r][h]);
+  }
+
+  void operator()(const Chunk& chunk) {
+    switch (chunk.rows) {
+      case 1: return rows<1>(chunk);
+      case 2: return rows<2>(chunk);
+      case 3: return rows<3>(chunk);
+      case 4: return rows<4>(chunk);
+      case 5: return rows<5>(chunk);
+      case 6: return rows<6>(chunk);
+      case 7: return rows<7>(chunk);
+      default: return rows<8>(chunk);
+    }
+  }
+};
+
+#else
+
+struct Int4Kernel {
+  using Acc = float;
+  static constexpr int kRows = 4;
+  static constexpr bool kDecodes = false;  // BF12 must be decoded before
+
+  void operator()(const Chunk& chunk) {
+    auto* acc = static_cast<float*>(chunk.acc);
+    if (chunk.first_block == 0) std::fill(acc, acc + chunk.rows * kPanel, 0.0f);
+    const uint8_t* w = chunk.w;
+    for (int g = chunk.first_block; g < chunk.first_block + chunk.blocks; ++g, w += kGroup4Bytes) {
+      int8_t wide[kGroup4][kPanel];  // unpacked once for all rows of the chunk
+      unpack(w, wide);
+      float scale[kPanel];
+      for (int c = 0; c < kPanel; ++c) {
+        uint16_t narrow;
+        std::memcpy(&narrow, w + 512 + 2 * c, 2);
+        scale[c] = from_bf16(narrow);
+      }
+      for (int r = 0; r < chunk.rows; ++r) {
+        const Int4Row row = int4_row(chunk, r);
+        int32_t dot[kPanel] = {};
+        for (int i = 0; i < kGroup4; i += 8) {
+          int16_t part[kPanel] = {};  // 8 x 8 x 127 fits
+          for (int j = i; j < i + 8; ++j)
+            for (int c = 0; c < kPanel; ++c) part[c] = int16_t(part[c] + wide[j][c] * row.q[g * kGroup4 + j]);
+          for (int c = 0; c < kPanel; ++c) dot[c] += part[c];
+        }
+        for (int c = 0; c < kPanel; ++c)
+          acc[r * kPanel + c] = madd(float(dot[c]), scale[c] * row.scale[g], acc[r * kPanel + c]);
+      }
+    }
+  }
+
+  static void unpack(const uint8_t* w, int8_t (*wide)[kPanel]) {
+    for (int h = 0; h < 2; ++h)
+      for (int i = 0; i < 4; ++i)
+        for (int c = 0; c < 16; ++c)
+          for (int e = 0; e < 4; ++e) {
+            const uint8_t both = w[h * 256 + i * 64 + c * 4 + e];
+            wide[8 * i + e][h * 16 + c] = int8_t((both & 15) - 8);
+            wide[8 * i + 4 + e][h * 16 + c] = int8_t((both >> 4) - 8);
+          }
+  }
+};
+
+#endif
+
+}  // namespace dspark
