@@ -1,0 +1,109 @@
+"""Drafter: whatever guesses the next tokens of running sequences.
+It must never touch the target's cache, decide what is emitted, or see a token before it is committed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from dspark.params import SamplingParams
+from dspark.types import Draft, Verdict
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftRow:
+    """What a drafter may know of one sequence.
+
+    `tokens`: prompt and everything emitted, never to be changed, longer at each call for the same `seq_id` (after a
+    preemption too). `num_prompt` of them are the prompt. `sampler`: the processors and the noise of the request (see
+    dspark.sampling.RowSampler), used by drafters that sample; lookup drafters ignore it.
+    """
+
+    seq_id: int
+    tokens: Sequence[int]
+    num_prompt: int
+    params: SamplingParams
+    sampler: Any = None
+
+
+class Drafter(Protocol):
+    """The seam between drafting and the loop (ARCHITECTURE.md)."""
+
+    name: str
+    taps: Sequence[int]
+    """Target layers whose hidden states `observe` wants; () for none."""
+
+    def propose(
+        self,
+        rows: Sequence[DraftRow],
+        limits: Sequence[int],
+        *,
+        floors: Sequence[float] | None = None,
+        masks: Sequence[Any] | None = None,
+    ) -> list[Draft]:
+        """One draft a row, of at most limits[i] tokens; empty where the limit is 0 or there is nothing to say.
+
+        A drafter that pays for each token stops row i *after* the token whose survival fell below floors[i] (a token
+        once drawn is kept: dropping it for its own low probability would be biased).
+        """
+        ...
+
+    def observe(self, rows: Sequence[DraftRow], verdicts: Sequence[Verdict | None], taps: Any = None) -> None:
+        """After commit: `rows` hold the new tokens; a verdict is None for a row that had no decision in this step."""
+        ...
+
+    def forget(self, seq_id: int) -> None:
+        """The sequence has ended, been aborted or been preempted: free what is held for it. Its finished text may be
+        kept as material for others."""
+        ...
+
+
+class NoDrafter:
+    """Plain decoding as a drafter: the baseline of every benchmark runs through the same loop."""
+
+    name = "none"
+    taps: Sequence[int] = ()
+
+    def propose(
+        self,
+        rows: Sequence[DraftRow],
+        limits: Sequence[int],
+        *,
+        floors: Sequence[float] | None = None,
+        masks: Sequence[Any] | None = None,
+    ) -> list[Draft]:
+        return [Draft(source=self.name) for _ in rows]
+
+    def observe(self, rows: Sequence[DraftRow], verdicts: Sequence[Verdict | None], taps: Any = None) -> None:
+        return None
+
+    def forget(self, seq_id: int) -> None:
+        return None
+
+
+DrafterFactory = Callable[..., Drafter]
+
+
+def registry() -> Mapping[str, DrafterFactory]:
+    """Name -> a function that imports lazily and builds the drafter from its settings."""
+
+    def none(**_: Any) -> Drafter:
+        return NoDrafter()
+
+    def ngram(**settings: Any) -> Drafter:
+        from dspark.draft.lookup import NgramDrafter
+
+        return NgramDrafter(**settings)
+
+    def suffix(**settings: Any) -> Drafter:
+        from dspark.draft.lookup import SuffixDrafter
+
+        return SuffixDrafter(**settings)
+
+    def model(**settings: Any) -> Drafter:
+        from dspark.draft.model import ModelDrafter
+
+        return ModelDrafter(**settings)
+
+    return {"none": none, "ngram": ngram, "suffix": suffix, "model": model}

@@ -1,0 +1,181 @@
+"""ModelDrafter: a smaller language model with the target's vocabulary, and a cache of its own.
+It must never assume that it saw every step: what its cache holds is compared with the committed tokens each time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dspark.draft.base import DraftRow
+from dspark.model.batch import Span, pack
+from dspark.model.cache import KVCache
+from dspark.types import Draft, Verdict
+
+
+@dataclass
+class _State:
+    """What the draft cache holds of one sequence: the first `num_known` committed tokens, then `guesses`."""
+
+    num_known: int = 0
+    guesses: list[int] = field(default_factory=list)
+
+
+@dataclass
+class _Guess:
+    """One row while its draft grows. `claims`: survival after each token, from the probability of the likeliest one."""
+
+    row: DraftRow
+    limit: int
+    floor: float
+    draft: Draft
+    laws: list[Tensor] = field(default_factory=list)
+    claim: float = 1.0
+
+    @property
+    def grows(self) -> bool:
+        return len(self.draft.tokens) < self.limit and self.claim >= self.floor
+
+
+class ModelDrafter:
+    """Drafts token by token, all rows in one packed pass.
+
+    Greedy requests get argmax drafts (no law needed), sampled ones draws from the draft's processed law, which is
+    handed over as `q` (Leviathan et al. 2023). `survival[j]` is the product over i <= j of the largest probability of
+    the draft's law at i: known before token i is drawn. Past the draft's own context a row goes on without drafts.
+    """
+
+    name = "model"
+    taps: Sequence[int] = ()
+
+    def __init__(
+        self, runner: Any, cache: KVCache, *, vocab_size: int, num_valid_tokens: int, max_chunk: int = 512
+    ) -> None:
+        """`vocab_size`: columns of the target's logits, which `q` must match (padded vocabularies may differ).
+        `num_valid_tokens`: ids from there on are padding and are never drafted."""
+        self.runner = runner
+        self.cache = cache
+        self.vocab_size = vocab_size
+        self.num_valid_tokens = min(num_valid_tokens, runner.vocab_size)
+        self.max_chunk = max_chunk
+        self.states: dict[int, _State] = {}
+
+    def propose(
+        self,
+        rows: Sequence[DraftRow],
+        limits: Sequence[int],
+        *,
+        floors: Sequence[float] | None = None,
+        masks: Sequence[Any] | None = None,
+    ) -> list[Draft]:
+        floors = floors if floors is not None else [0.0] * len(rows)
+        guesses = [
+            _Guess(row=row, limit=limit, floor=floor, draft=Draft(source=self.name))
+            for row, limit, floor in zip(rows, limits, floors)
+        ]
+        active = [guess for guess in guesses if guess.limit > 0 and self._open(guess, rows)]
+        self._catch_up(active)
+        while active:
+            logits = self._forward(active)
+            self._draw(active, logits)
+            active = [guess for guess in active if guess.grows]
+        for guess in guesses:
+            if guess.laws:
+                guess.draft.q = torch.stack(guess.laws)
+        return [guess.draft for guess in guesses]
+
+    def observe(self, rows: Sequence[DraftRow], verdicts: Sequence[Verdict | None], taps: Any = None) -> None:
+        return None  # the next propose compares tokens and rolls back
+
+    def forget(self, seq_id: int) -> None:
+        if self.states.pop(seq_id, None) is not None:
+            self.cache.close(seq_id)
+
+    # -- inside
+
+    def _open(self, guess: _Guess, rows: Sequence[DraftRow]) -> bool:
+        """Roll the cache back to the committed tokens and reserve places; False when the row must go without."""
+        row = guess.row
+        length = len(row.tokens) + guess.limit
+        if length > self.runner.max_context:
+            return False
+        state = self.states.get(row.seq_id)
+        if state is None:
+            state = self.states[row.seq_id] = _State(num_known=self.cache.open(row.seq_id, row.tokens))
+        else:
+            self._roll_back(state, row)
+        while not self.cache.reserve(row.seq_id, length):
+            if not self._evict(keep={other.seq_id for other in rows}):
+                return False
+        return True
+
+    def _roll_back(self, state: _State, row: DraftRow) -> None:
+        """Guesses that were committed are known; the rest leave the cache."""
+        for token in state.guesses:
+            if state.num_known == len(row.tokens) - 1 or row.tokens[state.num_known] != token:
+                break
+            state.num_known += 1
+        state.guesses = []
+        self.cache.commit(row.seq_id, row.tokens, state.num_known)
+
+    def _evict(self, keep: set[int]) -> bool:
+        """Free the cache of a sequence that is not drafting now (waiting or preempted)."""
+        for seq_id in self.states:
+            if seq_id not in keep:
+                self.forget(seq_id)
+                return True
+        return False
+
+    def _catch_up(self, active: list[_Guess]) -> None:
+        """Bring long unknown stretches (prompts) into the cache, all but the last chunk of each row."""
+        for guess in active:
+            row, state = guess.row, self.states[guess.row.seq_id]
+            while len(row.tokens) - state.num_known > self.max_chunk:
+                chunk = row.tokens[state.num_known : state.num_known + self.max_chunk]
+                span = Span(seq_id=row.seq_id, start=state.num_known, tokens=chunk, num_logits=0)
+                self.runner.forward(pack([span], self.cache), self.cache)
+                state.num_known += len(chunk)
+
+    def _forward(self, active: list[_Guess]) -> Tensor:
+        """Everything each row's cache lacks, in one pass; logits (rows, V) of each row's last token."""
+        spans = []
+        for guess in active:
+            row, state = guess.row, self.states[guess.row.seq_id]
+            start = state.num_known + len(state.guesses)
+            known = row.tokens[state.num_known :] if not state.guesses else []
+            new = [*known, *guess.draft.tokens[len(state.guesses) :]]
+            spans.append(Span(seq_id=row.seq_id, start=start, tokens=new, num_logits=1))
+            state.num_known = len(row.tokens)
+            state.guesses = list(guess.draft.tokens)
+        return self.runner.forward(pack(spans, self.cache), self.cache).logits
+
+    def _draw(self, active: list[_Guess], logits: Tensor) -> None:
+        """One token a row: argmax for greedy rows, a draw from the processed law for others."""
+        valid = logits[:, : self.num_valid_tokens]
+        top, best = valid.max(dim=-1)
+        confidence = torch.exp(top - torch.logsumexp(valid, dim=-1)).tolist()
+        for i, (guess, token, claim) in enumerate(zip(active, best.tolist(), confidence)):
+            sampler = guess.row.sampler
+            if sampler is not None and not sampler.plain_greedy:
+                token, claim = self._draw_processed(guess, self._fit(valid[i]))
+            guess.claim *= claim
+            guess.draft.tokens.append(token)
+            guess.draft.survival.append(guess.claim)
+
+    def _draw_processed(self, guess: _Guess, logits: Tensor) -> tuple[int, float]:
+        row, drafted = guess.row, guess.draft.tokens
+        law = row.sampler.law(logits[None], row.tokens, drafted)[0]
+        claim = float(law.max())
+        if row.params.greedy:
+            return int(law.argmax()), claim
+        guess.laws.append(law)
+        return row.sampler.draw_draft(law, len(row.tokens) + len(drafted)), claim
+
+    def _fit(self, logits: Tensor) -> Tensor:
+        """Pad to the target's columns with impossible tokens."""
+        fitted = logits.new_full((self.vocab_size,), -torch.inf)
+        fitted[: len(logits)] = logits
+        return fitted
