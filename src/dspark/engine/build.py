@@ -1,0 +1,228 @@
+"""Target and build_engine: from names and settings to a loaded model and a loop that runs it.
+It must never load the same weights twice in one process, or start an engine whose cache cannot hold one context."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from dspark.config import EngineConfig, SpeculationConfig
+from dspark.draft.base import Drafter, registry
+from dspark.engine.loop import Engine, Speculator
+from dspark.engine.scheduler import Scheduler
+from dspark.model.batch import Span, pack
+from dspark.model.cache import KVCache
+from dspark.model.load import LoadedModel, load_model
+from dspark.model.runner import build_runner
+from dspark.model.tokenizer import Tokenizer
+from dspark.plan.cost import CostTable, profile
+from dspark.plan.length import AdaptiveLength, FixedLength, LengthPolicy
+
+Progress = Callable[[str, int, int], None]
+PROFILE_CONTEXT = 64
+MAX_PROFILE_ROWS = 32
+CPU_CACHE_SHARE = 0.25
+CUDA_CACHE_SHARE = 0.8
+
+
+@dataclass(kw_only=True)
+class Target:
+    """A model on disk and the runners made from it. Weights are loaded when a runner first needs them, shared between
+    engines, and dropped in their loaded form once a runner holds its own."""
+
+    name: str
+    device: str
+    dtype: str
+    threads: int | None = None
+    progress: Progress | None = None
+    tokenizer: Tokenizer = field(init=False)
+    facts: LoadedModel = field(init=False)
+    runners: dict[tuple, Any] = field(default_factory=dict)
+    costs: dict[tuple, CostTable] = field(default_factory=dict)
+    drafts: dict[tuple, Target] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        loaded = self._load()
+        self.tokenizer = Tokenizer(loaded.path)
+        self.facts = replace(loaded, model=None)
+        self._fresh: LoadedModel | None = loaded
+
+    def _load(self) -> LoadedModel:
+        return load_model(self.name, dtype=self.dtype, device=self.device, progress=self.progress)
+
+    def runner(self, *, path: str, exact: bool, quantization: str | None) -> Any:
+        """The runner with these settings, made on first use."""
+        key = (path, exact, quantization)
+        if key not in self.runners:
+            loaded = self._fresh or self._load()
+            self._fresh = None
+            self.runners[key] = build_runner(
+                loaded.model,
+                path=path,
+                exact=exact,
+                quantization=quantization,
+                device=self.device,
+                threads=self.threads,
+                max_context=loaded.max_context,
+            )
+        return self.runners[key]
+
+    def cost(self, runner: Any, *, page_size: int) -> CostTable:
+        """Seconds of a pass by rows, measured once for each runner."""
+        key = (id(runner),)
+        if key not in self.costs:
+            self.costs[key] = measure_cost(runner, page_size=page_size)
+        return self.costs[key]
+
+    def draft(self, name: str) -> Target:
+        """The draft model of that name, beside this target."""
+        key = (name, self.device, self.dtype)
+        if key not in self.drafts:
+            self.drafts[key] = Target(
+                name=name, device=self.device, dtype=self.dtype, threads=self.threads, progress=self.progress
+            )
+        return self.drafts[key]
+
+
+def open_target(model: str, config: EngineConfig, *, progress: Progress | None = None) -> Target:
+    """Resolve device "auto" and load."""
+    device = config.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return Target(name=model, device=device, dtype=config.dtype, threads=config.threads, progress=progress)
+
+
+def build_engine(target: Target, config: EngineConfig, speculation: SpeculationConfig) -> Engine:
+    """One engine over a target: its cache, scheduler, drafter and policy."""
+    runner = target.runner(path=config.path, exact=config.exact, quantization=config.quantization)
+    max_context = min(target.facts.max_context, config.max_model_len or target.facts.max_context)
+    cache, max_context = build_cache(runner, config, max_context=max_context)
+    return Engine(
+        runner,
+        cache,
+        speculator=build_speculator(target, runner, config, speculation, max_context=max_context),
+        scheduler=Scheduler(cache, max_seqs=config.max_num_seqs, max_tokens=config.max_num_batched_tokens),
+        eos_token_ids=target.facts.eos_token_ids,
+        num_valid_tokens=target.facts.num_valid_tokens,
+        max_context=max_context,
+        check=config.check,
+    )
+
+
+def build_speculator(
+    target: Target, runner: Any, config: EngineConfig, speculation: SpeculationConfig, *, max_context: int
+) -> Speculator:
+    """The drafter by name, with a policy and measured costs where the policy is adaptive."""
+    drafter, draft_cost = _build_drafter(target, config, speculation, max_context=max_context)
+    num_tokens = speculation.num_speculative_tokens if speculation.method != "none" else 0
+    # "loop": a drafter that never drafts needs no measured cost.
+    adaptive = speculation.policy == "adaptive" and num_tokens > 0
+    cost = target.cost(runner, page_size=config.page_size) if adaptive else None
+    policy: LengthPolicy = FixedLength(num_tokens)
+    if cost is not None and draft_cost is not None:
+        policy = AdaptiveLength(num_tokens, target_cost=cost, draft_cost=draft_cost)
+    return Speculator(drafter=drafter, policy=policy, max_tokens=num_tokens, cost=cost, draft_cost=draft_cost)
+
+
+def _build_drafter(
+    target: Target, config: EngineConfig, speculation: SpeculationConfig, *, max_context: int
+) -> tuple[Drafter, CostTable | None]:
+    settings = speculation.drafter_settings()
+    if speculation.method != "model":
+        return registry()[speculation.method](**settings), None
+    assert speculation.model is not None
+    draft = target.draft(speculation.model)
+    check_vocabulary(target.tokenizer, draft.tokenizer, draft_name=speculation.model)
+    path = "auto" if config.path == "native" else config.path
+    runner = draft.runner(path=path, exact=config.exact, quantization=speculation.quantization)
+    cache, _ = build_cache(runner, config, max_context=min(draft.facts.max_context, max_context))
+    drafter = registry()["model"](
+        runner=runner,
+        cache=cache,
+        vocab_size=target.facts.vocab_size,
+        num_valid_tokens=min(target.facts.num_valid_tokens, draft.facts.num_valid_tokens),
+    )
+    cost = draft.cost(runner, page_size=config.page_size) if speculation.policy == "adaptive" else None
+    return drafter, cost
+
+
+def check_vocabulary(target: Tokenizer, draft: Tokenizer, *, draft_name: str) -> None:
+    """A draft model must name its tokens as the target does. Padding rows of the output layer do not count.
+
+    Raises ValueError with the first difference and the cure.
+    """
+    ours, theirs = target.vocabulary(), draft.vocabulary()
+    different = [token for token, index in theirs.items() if ours.get(token) != index]
+    missing = len(ours) - (len(theirs) - len(different))
+    # A draft that lacks a few of the target's special tokens still fits: it can never propose them.
+    if different or missing > 0.01 * len(ours):
+        example = f"token {different[0]!r} is {theirs[different[0]]} there and {ours.get(different[0])} here"
+        detail = example if different else f"it lacks {missing} of the target's {len(ours)} tokens"
+        raise ValueError(
+            f"draft model {draft_name!r} has another vocabulary than the target ({detail}): "
+            "use a draft of the target's own family, or draft 'suffix' or 'ngram', which need none"
+        )
+
+
+def build_cache(runner: Any, config: EngineConfig, *, max_context: int) -> tuple[KVCache, int]:
+    """A cache within the memory given, and the context that it can hold."""
+    page_size = config.page_size
+    element = torch.empty(0, dtype=runner.cache_dtype).element_size()
+    page_bytes = sum(2 * page_size * s.num_kv_heads * s.head_dim * element for s in runner.layer_specs)
+    context_pages = -(-max_context // page_size)
+    wanted = context_pages * config.max_num_seqs
+    available = int((config.cache_gib * 2**30 if config.cache_gib else _default_bytes(runner)) // page_bytes)
+    num_pages = max(1, min(wanted, available))
+    if num_pages < context_pages:
+        if config.max_model_len is not None:
+            raise ValueError(
+                f"a context of {max_context} tokens needs {context_pages * page_bytes / 2**30:.2f} GiB of cache and "
+                f"{available * page_bytes / 2**30:.2f} GiB are given: raise cache_gib or lower max_model_len"
+            )
+        max_context = num_pages * page_size
+    window = max(s.window for s in runner.layer_specs)
+    per_row = -(-window // page_size) + 2 + MAX_PROFILE_ROWS // page_size
+    window_pages = config.max_num_seqs * per_row + -(-config.max_num_batched_tokens // page_size)
+    cache = KVCache(
+        runner.layer_specs,
+        num_pages=num_pages,
+        page_size=page_size,
+        max_window_pages=window_pages,
+        prefix_reuse=config.prefix_reuse,
+        dtype=runner.cache_dtype,
+        device=runner.device,
+    )
+    return cache, max_context
+
+
+def _default_bytes(runner: Any) -> float:
+    if torch.device(runner.device).type == "cuda":
+        return torch.cuda.mem_get_info()[0] * CUDA_CACHE_SHARE
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * CPU_CACHE_SHARE
+
+
+def measure_cost(runner: Any, *, page_size: int) -> CostTable:
+    """Time passes of one sequence with PROFILE_CONTEXT tokens behind it, on a cache of their own."""
+    length = PROFILE_CONTEXT + MAX_PROFILE_ROWS
+    cache = KVCache(
+        runner.layer_specs,
+        num_pages=-(-length // page_size),
+        page_size=page_size,
+        dtype=runner.cache_dtype,
+        device=runner.device,
+    )
+    cache.open(0, [0] * length)
+    cache.reserve(0, length)
+
+    def run(rows: int) -> float:
+        span = Span(seq_id=0, start=PROFILE_CONTEXT, tokens=[0] * rows, num_logits=rows)
+        start = time.perf_counter()
+        runner.forward(pack([span], cache), cache).logits.argmax(dim=-1).tolist()
+        return time.perf_counter() - start
+
+    return profile(run, max_rows=MAX_PROFILE_ROWS)

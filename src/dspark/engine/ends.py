@@ -1,0 +1,90 @@
+"""Ends: the one function through which every emitted token goes, and everything that may end an answer.
+It must never see a block: tokens come one at a time, whether they were drafted or not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+from dspark.types import Sequence
+
+
+class StopWatcher:
+    """Text of one sequence and its stop strings.
+
+    `stream` is a TokenStream (model/tokenizer): text that becomes final token by token. Text that could still turn
+    into a stop string is held back from `Sequence.text` until it cannot.
+    """
+
+    def __init__(self, stream, *, stop: Seq[str], include_stop: bool) -> None:
+        self.stream = stream
+        self.stop = stop
+        self.include_stop = include_stop
+        self.held = ""
+
+    def push(self, seq: Sequence, token: int, *, may_stop: bool) -> str | None:
+        """Add a token's text; returns the stop string that it completes, if any (the earliest in the text)."""
+        piece = self.stream.push(token)
+        if not self.stop:
+            seq.text += piece
+            return None
+        self.held += piece
+        found = self._find() if may_stop else None
+        if found is not None:
+            start, word = found
+            seq.text += self.held[: start + (len(word) if self.include_stop else 0)]
+            self.held = ""
+            return word
+        keep = self._num_held() if may_stop else 0
+        seq.text += self.held[: len(self.held) - keep]
+        self.held = self.held[len(self.held) - keep :]
+        return None
+
+    def finish(self, seq: Sequence) -> None:
+        """The answer ended otherwise: what was held back is text after all."""
+        seq.text += self.held + self.stream.flush()
+        self.held = ""
+
+    def _find(self) -> tuple[int, str] | None:
+        # The stop string that is complete first wins; of those completed by the same character, the longest.
+        hits = [(self.held.find(word), word) for word in self.stop]
+        ends = [(start + len(word), start, word) for start, word in hits if start >= 0]
+        if not ends:
+            return None
+        _, start, word = min(ends, key=lambda hit: (hit[0], hit[1]))
+        return start, word
+
+    def _num_held(self) -> int:
+        """Length of the longest end of the text that begins a stop string."""
+        longest = 0
+        for word in self.stop:
+            for size in range(min(len(word) - 1, len(self.held)), longest, -1):
+                if word.startswith(self.held[-size:]):
+                    longest = size
+                    break
+        return longest
+
+
+def append_token(seq: Sequence, token: int, *, watcher: StopWatcher, eos_token_ids: Seq[int], max_context: int) -> bool:
+    """Emit one token; True when the answer ends with it.
+
+    Order of ends at one token: a stop token (its text is not part of the answer, its id is), then a stop string, then
+    the length. A stop exactly at the budget is a stop.
+    """
+    params = seq.params
+    seq.tokens.append(token)
+    may_stop = seq.num_output >= params.min_tokens
+    is_eos = token in eos_token_ids and not params.ignore_eos
+    if may_stop and (is_eos or token in params.stop_token_ids):
+        seq.finish_reason = "stop"
+        seq.stop_reason = None if is_eos else token
+        watcher.finish(seq)
+        return True
+    word = watcher.push(seq, token, may_stop=may_stop)
+    if word is not None:
+        seq.finish_reason, seq.stop_reason = "stop", word
+        return True
+    if seq.num_output == params.max_tokens or len(seq.tokens) >= max_context:
+        seq.finish_reason = "length"
+        watcher.finish(seq)
+        return True
+    return False

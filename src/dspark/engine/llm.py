@@ -1,0 +1,318 @@
+"""LLM: prompts in, answers out, for programs that wait.
+It must never change a request silently: what cannot be done is refused by name."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence as Seq
+from dataclasses import replace
+from typing import Any
+
+from dspark.config import EngineConfig, SpeculationConfig, engine_config, speculation_config
+from dspark.engine.build import Progress, Target, build_engine, open_target
+from dspark.engine.ends import StopWatcher
+from dspark.engine.loop import Engine, EngineTotals
+from dspark.params import SamplingParams
+from dspark.noise import Noise
+from dspark.sampling import Processors, RowSampler
+from dspark.types import CompletionOutput, Request, RequestOutput, Sequence, StepStats
+
+Prompt = str | Seq[int]
+Message = Mapping[str, Any]
+
+
+class LLM:
+    """A language model with speculative decoding.
+
+    `model`: a packaged name (`dspark models list`), a folder, a GGUF file or a hub id. `draft`: "none", "ngram",
+    "suffix", or a model (same vocabulary) as draft model; `speculative_config` takes everything else, with vLLM's key
+    names. Further keywords are those of dspark.config.EngineConfig. Raises ValueError naming cause and cure.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        draft: str | None = None,
+        num_speculative_tokens: int | None = None,
+        speculative_config: Mapping[str, Any] | SpeculationConfig | None = None,
+        progress: Progress | None = None,
+        **engine: Any,
+    ) -> None:
+        config = engine_config(engine)
+        speculation = resolve_speculation(draft, num_speculative_tokens, speculative_config)
+        self._set_up(open_target(model, config, progress=progress), config, speculation)
+
+    def _set_up(self, target: Target, config: EngineConfig, speculation: SpeculationConfig) -> None:
+        self.target = target
+        self.engine_config = config
+        self.speculation = speculation
+        self.tokenizer = target.tokenizer
+        self.engine: Engine = build_engine(target, config, speculation)
+        self.requests = RequestMaker(self)
+
+    def variant(self, *, speculation: SpeculationConfig, **engine: Any) -> LLM:
+        """Another engine over the same loaded weights, with a cache and a drafter of its own: for paired runs."""
+        other = object.__new__(LLM)
+        other._set_up(self.target, replace(self.engine_config, **engine), speculation)
+        return other
+
+    def generate(
+        self,
+        prompts: Prompt | Seq[Prompt],
+        params: SamplingParams | Seq[SamplingParams] | None = None,
+        *,
+        on_output: Callable[[RequestOutput], None] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer prompts (texts, or token ids), in the order given.
+
+        `params`: one for all or one each. `on_output` is called after each step for every request that grew, with all
+        of its text so far. A single prompt that cannot be answered raises ValueError; in a list the refused come back
+        with `error` set, and a warning, and the others go on.
+        """
+        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        items: list[Prompt] = [prompts] if single else list(prompts)  # type: ignore[list-item]
+        outputs: list[RequestOutput] = []
+        groups: dict[int, Group] = {}
+        for item, item_params in zip(items, _spread(params, len(items))):
+            try:
+                group = Group(self, self.requests.make(item, item_params))
+            except ValueError as error:
+                if single:
+                    raise
+                warnings.warn(f"a prompt was refused: {error}", stacklevel=2)
+                outputs.append(_refused(item, str(error)))
+                continue
+            outputs.append(group.output)
+            groups.update(dict.fromkeys((seq.id for seq in group.sequences), group))
+        self._run(groups, on_output)
+        return outputs
+
+    def chat(
+        self,
+        messages: Seq[Message] | Seq[Seq[Message]],
+        params: SamplingParams | Seq[SamplingParams] | None = None,
+        *,
+        on_output: Callable[[RequestOutput], None] | None = None,
+        **template: Any,
+    ) -> list[RequestOutput]:
+        """Answer conversations ({"role", "content"} messages) through the model's chat template."""
+        if not messages:
+            raise ValueError("there are no messages: give at least one {'role': 'user', 'content': ...}")
+        many = not isinstance(messages[0], Mapping)
+        chats = messages if many else [messages]
+        prompts = [self.tokenizer.apply_chat_template(list(chat), **template) for chat in chats]
+        return self.generate(prompts if many else prompts[0], params, on_output=on_output)
+
+    def add_sink(self, sink: Callable[[StepStats], None]) -> None:
+        """`sink` is called with the StepStats of every step."""
+        self.engine.sinks.append(sink)
+
+    @property
+    def stats(self) -> EngineTotals:
+        return self.engine.totals
+
+    def reset_stats(self) -> None:
+        """Start counting anew."""
+        preempted = self.engine.totals.num_preempted
+        self.engine.totals = EngineTotals(num_preempted=preempted)
+
+    def info(self) -> dict[str, Any]:
+        """What runs, where and how."""
+        runner, cache = self.engine.runner, self.engine.cache
+        return {
+            "model": self.target.name,
+            "path": runner.name,
+            "exact": bool(runner.exact),
+            "dtype": str(runner.cache_dtype).removeprefix("torch."),
+            "device": str(runner.device),
+            "quantization": self.engine_config.quantization,
+            "max_context": self.engine.max_context,
+            "vocab_size": runner.vocab_size,
+            "num_layers": runner.num_layers,
+            "hidden_size": runner.hidden_size,
+            "cache_pages": [pool.num_pages for pool in cache.pools],
+            "page_size": cache.page_size,
+            "draft": self.speculation.method if self.speculation.model is None else self.speculation.model,
+            "draft_quantization": self.speculation.quantization,
+            "num_speculative_tokens": self.speculation.num_speculative_tokens,
+            "policy": self.speculation.policy,
+        }
+
+    def _run(self, groups: dict[int, Group], on_output: Callable[[RequestOutput], None] | None) -> None:
+        try:
+            while self.engine.has_work:
+                grown = {id(groups[seq.id]): groups[seq.id] for seq in self.engine.step()}
+                for group in grown.values():
+                    group.update()
+                    if on_output is not None:
+                        on_output(group.output)
+        finally:
+            for seq_id in groups:  # an interrupted run must not leave its rows to the next one
+                self.engine.abort(seq_id)
+
+
+class RequestMaker:
+    """From a prompt and parameters to queued sequences, with every check at the door."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.llm = llm
+        self.ids = itertools.count()
+        self.seeds = random.Random(llm.engine_config.seed)
+        self.cached_processors: dict[int, tuple[SamplingParams, Processors]] = {}
+
+    def make(self, prompt: Prompt, params: SamplingParams) -> Request:
+        """A checked request. Raises ValueError for an empty prompt, an unknown token id, or a prompt that leaves no
+        room in the context."""
+        llm = self.llm
+        text = prompt if isinstance(prompt, str) else None
+        ids = llm.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
+        if not ids:
+            raise ValueError("the prompt is empty: give at least one token")
+        if not all(0 <= token < llm.target.facts.vocab_size for token in ids):
+            raise ValueError(f"the prompt has a token id outside 0..{llm.target.facts.vocab_size - 1}: check the tokenizer")
+        if len(ids) >= llm.engine.max_context:
+            raise ValueError(
+                f"the prompt has {len(ids)} tokens and the context holds {llm.engine.max_context}: "
+                "shorten the prompt, or raise max_model_len or cache_gib where the model allows it"
+            )
+        return Request(
+            id=f"request-{next(self.ids)}", prompt_token_ids=ids, params=params, prompt=text, arrival=time.perf_counter()
+        )
+
+    def sequences(self, request: Request) -> list[Sequence]:
+        """The n sequences of a request, queued in the engine."""
+        llm, params = self.llm, request.params
+        processors = self._processors(params)
+        result = []
+        for index in range(params.n):
+            prompt = request.prompt_token_ids
+            seq = Sequence(id=next(self.ids), request=request, index=index, tokens=list(prompt), num_prompt=len(prompt))
+            sampler = RowSampler(
+                params, processors, tokens=prompt, num_prompt=len(prompt), index=index, noise=self._noise(params, index)
+            )
+            watcher = StopWatcher(
+                llm.tokenizer.stream(skip_special_tokens=params.skip_special_tokens, prompt_ids=prompt),
+                stop=params.stop,
+                include_stop=params.include_stop_str_in_output,
+            )
+            llm.engine.add(seq, sampler, watcher)
+            result.append(seq)
+        return result
+
+    def _noise(self, params: SamplingParams, index: int) -> Noise | None:
+        """Unseeded answers draw their seed from the engine's, where one is set; else from the system."""
+        if params.seed is None and self.llm.engine_config.seed is not None:
+            return Noise(self.seeds.getrandbits(63), coupled=False)
+        return None
+
+    def _processors(self, params: SamplingParams) -> Processors:
+        known = self.cached_processors.get(id(params))
+        if known is None or known[0] is not params:
+            if len(self.cached_processors) > 256:
+                self.cached_processors.clear()
+            facts = self.llm.target.facts
+            built = Processors.build(
+                params,
+                vocab_size=facts.vocab_size,
+                num_valid_tokens=facts.num_valid_tokens,
+                eos_token_ids=facts.eos_token_ids,
+                bad_words_ids=self._bad_words_ids(params),
+            )
+            known = self.cached_processors[id(params)] = (params, built)
+        return known[1]
+
+    def _bad_words_ids(self, params: SamplingParams) -> list[list[int]]:
+        """Each bad word as it is spelled at the start of a text and after a space."""
+        spellings = [prefix + word for word in params.bad_words for prefix in ("", " ")]
+        ids = [self.llm.tokenizer.encode(text, add_special_tokens=False) for text in spellings]
+        return [list(word) for word in dict.fromkeys(tuple(word) for word in ids if word)]
+
+
+class Group:
+    """The sequences of one request and its growing output."""
+
+    def __init__(self, llm: LLM, request: Request) -> None:
+        self.request = request
+        self.sequences = llm.requests.sequences(request)
+        self.output = RequestOutput(
+            request_id=request.id,
+            prompt=request.prompt,
+            prompt_token_ids=request.prompt_token_ids,
+            outputs=[],
+            finished=False,
+        )
+
+    def update(self) -> None:
+        """Bring the output up to date with the sequences."""
+        self.output.outputs = [completion(seq) for seq in self.sequences]
+        self.output.finished = all(seq.finish_reason is not None for seq in self.sequences)
+        first = self.sequences[0]
+        if self.request.params.prompt_logprobs is not None:
+            self.output.prompt_logprobs = first.prompt_logprobs
+        self.output.num_cached_prompt_tokens = first.num_prefix_hits
+        times = {
+            "arrival": self.request.arrival,
+            "first_token": min((s.first_token_time for s in self.sequences if s.first_token_time), default=None),
+            "finished": max((s.finish_time for s in self.sequences if s.finish_time), default=None),
+        }
+        self.output.timings = {name: value for name, value in times.items() if value is not None}
+
+
+def completion(seq: Sequence) -> CompletionOutput:
+    """A sequence as its caller sees it."""
+    return CompletionOutput(
+        index=seq.index,
+        text=seq.text,
+        token_ids=seq.output_token_ids,
+        finish_reason=seq.finish_reason,
+        stop_reason=seq.stop_reason,
+        logprobs=seq.logprobs if seq.params.logprobs is not None else None,
+        speculation=seq.record,
+    )
+
+
+def resolve_speculation(
+    draft: str | None, num_tokens: int | None, config: Mapping[str, Any] | SpeculationConfig | None
+) -> SpeculationConfig:
+    """The three spellings of the same choice, which must not contradict each other."""
+    if isinstance(config, SpeculationConfig):
+        if draft is not None or num_tokens is not None:
+            raise ValueError("draft and num_speculative_tokens are part of the SpeculationConfig given: set them there")
+        return config
+    values = dict(config or {})
+    if draft is not None:
+        if "method" in values or "model" in values:
+            raise ValueError("draft and speculative_config both name a drafter: give one of them")
+        values |= {"method": draft} if draft in registry_names() else {"method": "model", "model": draft}
+    if num_tokens is not None:
+        values["num_speculative_tokens"] = num_tokens
+    return speculation_config(values)
+
+
+def registry_names() -> tuple[str, ...]:
+    """Drafters that are named alone; every other name is a model."""
+    from dspark.draft.base import registry
+
+    return tuple(name for name in registry() if name != "model")
+
+
+def _spread(params: SamplingParams | Seq[SamplingParams] | None, count: int) -> Seq[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise ValueError(f"{len(params)} sampling params for {count} prompts: give one, or one for each prompt")
+    return params
+
+
+def _refused(prompt: Prompt, error: str) -> RequestOutput:
+    return RequestOutput(
+        request_id="",
+        prompt=prompt if isinstance(prompt, str) else None,
+        prompt_token_ids=[] if isinstance(prompt, str) else list(prompt),
+        outputs=[],
+        error=error,
+    )

@@ -1,0 +1,392 @@
+"""Engine: the loop. One step is eight short phases, named as in docs/architecture.md.
+It must never know which drafter, policy or model path it runs, or who asked."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dspark.draft.base import Drafter, DraftRow
+from dspark.engine.ends import StopWatcher, append_token
+from dspark.engine.scheduler import Scheduler, Work
+from dspark.model.batch import Packed, Span, pack
+from dspark.model.cache import KVCache
+from dspark.plan.budget import choose
+from dspark.plan.cost import CostTable
+from dspark.plan.history import Calibration
+from dspark.plan.length import Features, LengthPolicy
+from dspark.sampling import RowSampler, packed_laws, raw_logprobs
+from dspark.types import Draft, Sequence, SpeculationRecord, StepStats, Verdict
+from dspark.verify.rejection import accept, accept_greedy
+
+PHASES = ("admit", "limit", "draft", "plan", "pack", "run", "verify", "commit")
+
+
+@dataclass(kw_only=True)
+class Speculator:
+    """What speculation needs, in one place: who drafts, how long, and what a pass costs.
+
+    `max_tokens`: the largest draft of any row and step. `cost` None: everything drafted is verified (policy "fixed", and drafters that draft nothing).
+    """
+
+    drafter: Drafter
+    policy: LengthPolicy
+    max_tokens: int = 0
+    cost: CostTable | None = None
+    draft_cost: CostTable | None = None
+    calibration: Calibration = field(default_factory=Calibration)
+
+
+@dataclass(kw_only=True)
+class EngineTotals:
+    """Sums over all steps since the start or the last reset. `seconds` by phase."""
+
+    num_steps: int = 0
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    num_preempted: int = 0
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    record: SpeculationRecord = field(default_factory=SpeculationRecord)
+
+
+@dataclass(kw_only=True)
+class _Row:
+    """A sequence with what the loop keeps for it."""
+
+    seq: Sequence
+    sampler: RowSampler
+    watcher: StopWatcher
+
+    def draft_row(self) -> DraftRow:
+        seq = self.seq
+        return DraftRow(
+            seq_id=seq.id, tokens=seq.tokens, num_prompt=seq.num_prompt, params=seq.params, sampler=self.sampler
+        )
+
+
+class Engine:
+    """Continuous batching with speculation over one model and one cache."""
+
+    def __init__(
+        self,
+        runner: Any,
+        cache: KVCache,
+        *,
+        speculator: Speculator,
+        scheduler: Scheduler,
+        eos_token_ids: Seq[int],
+        num_valid_tokens: int,
+        max_context: int,
+        check: bool = False,
+    ) -> None:
+        self.runner = runner
+        self.cache = cache
+        self.speculator = speculator
+        self.scheduler = scheduler
+        self.eos_token_ids = tuple(eos_token_ids)
+        self.num_valid_tokens = num_valid_tokens
+        self.max_context = max_context
+        self.check = check
+        self.rows: dict[int, _Row] = {}
+        self.sinks: list[Callable[[StepStats], None]] = []
+        self.totals = EngineTotals()
+        self.taps = tuple(speculator.drafter.taps)
+
+    # -- the page
+
+    def step(self) -> list[Sequence]:
+        """Advance every running sequence; returns those that emitted tokens."""
+        clock = _Clock()
+        works = self._admit()
+        clock.mark("admit")
+        floors = self._limit(works)
+        clock.mark("limit")
+        drafts = self._draft(works, floors)
+        clock.mark("draft")
+        kept = self._plan(works, drafts)
+        clock.mark("plan")
+        packed = self._pack(works, kept)
+        clock.mark("pack")
+        output = self.runner.forward(packed, self.cache, taps=self.taps)
+        clock.mark("run")
+        verdicts = self._verify(works, kept, output.logits)
+        clock.mark("verify")
+        stats = self._commit(works, drafts, kept, verdicts, output)
+        clock.mark("commit")
+        self._report(stats, packed, clock.seconds)
+        return [work.seq for work in works if work.samples]
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.rows)
+
+    def add(self, seq: Sequence, sampler: RowSampler, watcher: StopWatcher) -> None:
+        """Queue a sequence. Its prompt must be shorter than the context (checked at the door, engine/llm)."""
+        self.rows[seq.id] = _Row(seq=seq, sampler=sampler, watcher=watcher)
+        self.scheduler.add(seq)
+
+    def abort(self, seq_id: int) -> None:
+        """Stop a sequence wherever it is; its pages are free at once. Unknown ids are ignored: it may have ended."""
+        if (row := self.rows.get(seq_id)) is not None:
+            row.seq.finish_reason = "abort"
+            row.watcher.finish(row.seq)
+            self._retire(row.seq)
+
+    # -- the phases
+
+    def _admit(self) -> list[Work]:
+        works = self.scheduler.admit(self._want_drafts)
+        assert works, "nothing can run although sequences wait: the cache is smaller than one context"
+        return works
+
+    def _want_drafts(self, seq: Sequence) -> int:
+        """Drafts that could be emitted: not past the budget of tokens or the context, one place left for the target's
+        own token."""
+        room = self.max_context - len(seq.tokens)
+        if seq.params.max_tokens is not None:
+            room = min(room, seq.params.max_tokens - seq.num_output)
+        return max(0, min(room - 1, self.speculator.max_tokens)) if seq.params.speculation else 0
+
+    def _limit(self, works: list[Work]) -> list[float]:
+        """The policy lowers each row's largest draft; returns the survival under which a row stops drafting."""
+        decoding = [work for work in works if work.max_drafts > 0]
+        floors = {}
+        for work in decoding:
+            features = Features(seq_id=work.seq.id, num_rows=len(decoding), step=work.seq.record.num_steps)
+            limit = self.speculator.policy.limit(features)
+            work.max_drafts = min(work.max_drafts, limit.max_tokens)
+            floors[work.seq.id] = limit.floor
+        return [floors.get(work.seq.id, 0.0) for work in works]
+
+    def _draft(self, works: list[Work], floors: list[float]) -> list[Draft]:
+        """One draft a work, empty for those that may not draft."""
+        drafts = [Draft() for _ in works]
+        chosen = [i for i, work in enumerate(works) if work.max_drafts > 0]
+        if chosen:
+            rows = [self.rows[works[i].seq.id].draft_row() for i in chosen]
+            limits = [works[i].max_drafts for i in chosen]
+            proposals = self.speculator.drafter.propose(rows, limits, floors=[floors[i] for i in chosen])
+            for i, limit, proposal in zip(chosen, limits, proposals):
+                assert len(proposal.tokens) <= limit and len(proposal.survival) == len(proposal.tokens)
+                drafts[i] = proposal
+        return drafts
+
+    def _plan(self, works: list[Work], drafts: list[Draft]) -> list[Draft]:
+        """The prefix of each draft that is worth verifying."""
+        cost = self.speculator.cost
+        if cost is None or not any(draft.tokens for draft in drafts):
+            return drafts
+        sampling = [i for i, work in enumerate(works) if work.samples]
+        calibration = self.speculator.calibration
+        survivals = [calibration.survival(drafts[i].source, drafts[i].survival) for i in sampling]
+        spent = self._planned_draft_seconds(works)
+        lengths = choose(
+            survivals,
+            lambda rows: spent + cost.seconds(rows),
+            self.scheduler.max_tokens,
+            other_rows=sum(work.num_tokens for work in works) - len(sampling),
+            search_all=all(draft.q is None for draft in drafts),
+        )
+        kept = list(drafts)
+        for i, length in zip(sampling, lengths):
+            kept[i] = drafts[i].prefix(length)
+        return kept
+
+    def _planned_draft_seconds(self, works: list[Work]) -> float:
+        """Draft time as foreseen *before* drafting. The time really spent depends on how far each row drafted, and so on
+        the drawn tokens: to plan with it would anticipate."""
+        table = self.speculator.draft_cost
+        limits = [work.max_drafts for work in works if work.max_drafts]
+        return max(limits) * table.seconds(len(limits)) if table is not None and limits else 0.0
+
+    def _pack(self, works: list[Work], kept: list[Draft]) -> Packed:
+        spans = []
+        for work, draft in zip(works, kept):
+            seq, start = work.seq, work.seq.num_cached
+            tokens = seq.tokens[start : start + work.num_tokens] + draft.tokens
+            num_logits = 1 + len(draft.tokens) if work.samples else 0
+            if seq.params.prompt_logprobs is not None and start < seq.num_prompt:
+                num_logits = len(tokens)
+            spans.append(Span(seq_id=seq.id, start=start, tokens=tokens, num_logits=num_logits))
+        return pack(spans, self.cache)
+
+    def _verify(self, works: list[Work], kept: list[Draft], logits: Tensor) -> list[Verdict | None]:
+        """A verdict for each row that samples."""
+        best = torch.argmax(logits[:, : self.num_valid_tokens], dim=-1).tolist() if len(logits) else []
+        verdicts: list[Verdict | None] = [None] * len(works)
+        drawn: list[int] = []
+        ranges = self._logit_ranges(works, kept)
+        for i, (_, stop) in enumerate(ranges):
+            if works[i].samples:
+                if self.rows[works[i].seq.id].sampler.plain_greedy:
+                    verdicts[i] = accept_greedy(best[stop - 1 - len(kept[i].tokens) : stop], kept[i])
+                else:
+                    drawn.append(i)
+        if drawn:
+            rows = [self.rows[works[i].seq.id] for i in drawn]
+            blocks = [logits[ranges[i][1] - 1 - len(kept[i].tokens) : ranges[i][1]] for i in drawn]
+            laws = packed_laws(
+                [row.sampler for row in rows],
+                torch.cat(blocks),
+                tokens_before=[row.seq.tokens for row in rows],
+                drafts=[kept[i].tokens for i in drawn],
+            )
+            for i, row, law in zip(drawn, rows, laws.split([len(block) for block in blocks])):
+                verdicts[i] = accept(law, kept[i], row.sampler.noise, position=len(row.seq.tokens))
+        return verdicts
+
+    def _commit(
+        self, works: list[Work], drafts: list[Draft], kept: list[Draft], verdicts: list[Verdict | None], output: Any
+    ) -> StepStats:
+        """Append what was decided, roll the cache back to it, and tell everybody."""
+        stats = StepStats(step=self.totals.num_steps)
+        rows, finished = [], []
+        ranges = self._logit_ranges(works, kept)
+        for work, draft, keep, verdict, (start, stop) in zip(works, drafts, kept, verdicts, ranges):
+            row, seq = self.rows[work.seq.id], work.seq
+            rows.append(row.draft_row())
+            if seq.params.prompt_logprobs is not None and seq.num_cached < seq.num_prompt:
+                self._store_prompt_logprobs(seq, output.logits[start:stop])
+            if verdict is None:
+                seq.num_cached += work.num_tokens
+                stats.num_prefill_tokens += work.num_tokens
+            else:
+                stats.num_prefill_tokens += work.num_tokens - 1
+                before = len(seq.tokens)
+                self._emit(row, verdict, output.logits[stop - 1 - len(keep.tokens) : stop])
+                emitted = len(seq.tokens) - before
+                accepted = min(emitted, verdict.num_accepted)
+                seq.num_cached = before + accepted
+                self._count(seq, stats, drafted=draft, verified=keep, accepted=accepted, emitted=emitted)
+                self._learn(seq, keep, verdict)
+            self.cache.commit(seq.id, seq.tokens, seq.num_cached)
+            if seq.finish_reason is not None:
+                finished.append(seq)
+        self.speculator.drafter.observe(rows, verdicts, output.taps)
+        for seq in finished:
+            self._retire(seq)
+        return stats
+
+    # -- parts of phases
+
+    def _logit_ranges(self, works: list[Work], kept: list[Draft]) -> list[tuple[int, int]]:
+        """The rows of the logits that belong to each work; mirrors `_pack`."""
+        ranges, start = [], 0
+        for work, draft in zip(works, kept):
+            count = 1 + len(draft.tokens) if work.samples else 0
+            if work.seq.params.prompt_logprobs is not None and work.seq.num_cached < work.seq.num_prompt:
+                count = work.num_tokens + len(draft.tokens)
+            ranges.append((start, start + count))
+            start += count
+        return ranges
+
+    def _emit(self, row: _Row, verdict: Verdict, logits: Tensor) -> None:
+        """Append the verdict's tokens one by one until one ends the answer."""
+        seq = row.seq
+        before = len(seq.tokens)
+        now = time.perf_counter()
+        for token in verdict.tokens:
+            row.sampler.advance(token)
+            ended = append_token(
+                seq, token, watcher=row.watcher, eos_token_ids=self.eos_token_ids, max_context=self.max_context
+            )
+            if ended:
+                seq.finish_time = now
+                break
+        if seq.first_token_time is None:
+            seq.first_token_time = now
+        if seq.params.logprobs is not None:
+            emitted = seq.tokens[before:]
+            seq.logprobs.extend(raw_logprobs(logits[: len(emitted)], emitted, seq.params.logprobs))
+
+    def _store_prompt_logprobs(self, seq: Sequence, logits: Tensor) -> None:
+        """Rows predict positions num_cached + 1 ..; position 0 has no prediction. After a preemption what is there
+        stays."""
+        if not seq.prompt_logprobs:
+            seq.prompt_logprobs.append(None)
+        skip = len(seq.prompt_logprobs) - 1 - seq.num_cached
+        targets = seq.tokens[len(seq.prompt_logprobs) : min(seq.num_cached + len(logits) + 1, seq.num_prompt)]
+        if targets:
+            assert seq.params.prompt_logprobs is not None
+            rows = logits[skip : skip + len(targets)]
+            seq.prompt_logprobs.extend(raw_logprobs(rows, targets, seq.params.prompt_logprobs))
+
+    def _count(
+        self, seq: Sequence, stats: StepStats, *, drafted: Draft, verified: Draft, accepted: int, emitted: int
+    ) -> None:
+        counts = {
+            "drafted": len(drafted.tokens),
+            "verified": len(verified.tokens),
+            "accepted": accepted,
+            "emitted": emitted,
+        }
+        seq.record.add(**counts)
+        self.totals.record.add(**counts)
+        stats.num_rows += 1
+        for name, value in counts.items():
+            setattr(stats, f"num_{name}", getattr(stats, f"num_{name}") + value)
+
+    def _learn(self, seq: Sequence, keep: Draft, verdict: Verdict) -> None:
+        if keep.tokens:
+            counts = {"num_verified": len(keep.tokens), "num_accepted": verdict.num_accepted}
+            self.speculator.policy.update(seq.id, **counts)
+            self.speculator.calibration.update(keep.source, keep.survival, **counts)
+
+    def _retire(self, seq: Sequence) -> None:
+        self.scheduler.remove(seq)
+        self.speculator.drafter.forget(seq.id)
+        self.speculator.policy.forget(seq.id)
+        del self.rows[seq.id]
+
+    def _report(self, stats: StepStats, packed: Packed, seconds: dict[str, float]) -> None:
+        totals = self.totals
+        stats.seconds = seconds
+        stats.num_packed_tokens = packed.num_tokens
+        stats.num_running = len(self.scheduler.running)
+        stats.num_waiting = len(self.scheduler.waiting)
+        stats.num_preempted = self.scheduler.num_preempted - totals.num_preempted
+        totals.num_steps += 1
+        totals.num_prompt_tokens += stats.num_prefill_tokens
+        totals.num_output_tokens += stats.num_emitted
+        totals.num_preempted = self.scheduler.num_preempted
+        for name, value in seconds.items():
+            totals.seconds[name] += value
+        if self.check:
+            self._check_invariants(stats)
+        for sink in self.sinks:
+            sink(stats)
+
+    def _check_invariants(self, stats: StepStats) -> None:
+        """The step laws of docs/architecture.md."""
+        assert stats.num_drafted >= stats.num_verified >= stats.num_accepted
+        assert stats.num_accepted <= stats.num_emitted <= stats.num_accepted + stats.num_rows
+        self.cache.check()
+        for row in self.rows.values():
+            seq = row.seq
+            assert seq.finish_reason is None
+            assert seq.num_cached <= len(seq.tokens) - 1, "the last token must be pending"
+            assert seq.record.num_emitted == seq.num_output
+            row.sampler.check(seq.tokens)
+            if seq.params.logprobs is not None:
+                assert len(seq.logprobs) == seq.num_output
+            if seq in self.scheduler.running:
+                for table, pool in zip(self.cache.sequences[seq.id].tables, self.cache.pools):
+                    assert len(table.pages) == -(-seq.num_cached // self.cache.page_size), "pages outlive a rollback"
+
+
+class _Clock:
+    """Seconds between marks."""
+
+    def __init__(self) -> None:
+        self.last = time.perf_counter()
+        self.seconds: dict[str, float] = {}
+
+    def mark(self, name: str) -> None:
+        now = time.perf_counter()
+        self.seconds[name] = now - self.last
+        self.last = now
