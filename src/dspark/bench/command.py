@@ -1,0 +1,244 @@
+"""`dspark bench`: its arguments, and the run from a model's name to tables and result files.
+It must never import torch, or anything that does, before the run starts."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dspark.bench.harness import Peer, Result
+    from dspark.bench.summary import Summary
+    from dspark.bench.variants import Variant
+
+DESCRIPTION = (
+    "Compare ways of drafting with plain decoding on the same prompts in one run: tokens/s, speedup with a 95% "
+    "interval, accepted length, acceptance by position, time by phase, and whether the text is the same."
+)
+DEFAULT_MODEL = "smollm2-135m"
+DEFAULT_DATA = "benchmarks/prompts"
+DEFAULT_DRAFTS = "none,ngram,suffix"
+RESULTS = "benchmarks/results"
+ENGINE_OPTIONS = ("dtype", "device", "path", "quantization", "threads", "max_model_len")
+PEERS = ("hf",)
+
+Progress = Callable[[str, int, int], None]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare every option on `parser`."""
+    _add_subject(parser.add_argument)
+    _add_measure(parser.add_argument)
+    _add_results(parser.add_argument)
+    _add_engine_arguments(parser.add_argument_group("engine"))
+
+
+def _add_subject(add: Callable[..., Any]) -> None:
+    paths = "JSON lines: files, folders, or - for stdin (%(default)s)"
+    drafts = (
+        "comma-separated: none, ngram, suffix, loop (all of the loop, drafts of no tokens) or draft models, each with "
+        ":int8 :int4 :fixed :adaptive :exact and @k after it, such as suffix@6 or NAME:int4@4 (%(default)s)"
+    )
+    peer = "also measure transformers: generate, prompt lookup, and assisted generation with the first draft model"
+    add("--model", default=DEFAULT_MODEL, help="target: a registered name, folder, GGUF file or hub id (%(default)s)")
+    add("--data", nargs="+", default=[DEFAULT_DATA], metavar="PATH", help=paths)
+    add("--drafts", default=DEFAULT_DRAFTS, metavar="LIST", help=drafts)
+    add("--peer", action="append", choices=PEERS, default=[], help=peer)
+    add("--tasks", metavar="LIST", help="only these tasks, comma-separated")
+    add("--per-task", type=int, metavar="N", help="the first N prompts of each task (all)")
+
+
+def _add_measure(add: Callable[..., Any]) -> None:
+    streams = "above 1: all prompts in one call, at most N running; output tokens / wall time (%(default)s)"
+    add("--max-tokens", type=int, default=128, metavar="N", help="longest answer (%(default)s)")
+    add("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy; above it, a fixed seed a prompt (0)")
+    add("--repeat", type=int, default=3, metavar="N", help="repetitions (%(default)s)")
+    add("--concurrency", type=int, default=1, metavar="N", help=streams)
+
+
+def _add_results(add: Callable[..., Any]) -> None:
+    check = "exit 1 when an answer differs from plain decoding's: at all with --exact, beyond a near-tie without"
+    add("--exact-check", action="store_true", help=check)
+    add("--out", default=RESULTS, metavar="DIR", help="folder of the result files (%(default)s)")
+    add("--name", help="the result files are DIR/<date>-NAME.jsonl, .md and .png (the model's name)")
+    add("--json", action="store_true", help="print the figures as one JSON object instead of tables")
+
+
+def _add_engine_arguments(group: Any) -> None:
+    group.add_argument("--exact", action="store_true", help="bitwise the same tokens with and without speculation")
+    group.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), default=None)
+    group.add_argument("--device", default=None)
+    group.add_argument("--path", choices=("auto", "native", "torch", "general"), default=None)
+    group.add_argument("--quantization", choices=("int8", "int4"), default=None, help="of the target")
+    group.add_argument("--threads", type=int, default=None, metavar="N")
+    group.add_argument("--max-model-len", type=int, default=None, metavar="N")
+
+
+def run(args: argparse.Namespace, *, progress: Progress | None = None, argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark; returns the exit code: 1 when --exact-check found a fault, else 0.
+
+    `progress` is handed to the model's loader. `argv` is the command for the record (sys.argv).
+    Raises ValueError, one line, for bad input.
+    """
+    from dspark.bench.data import load_rows
+    from dspark.bench.harness import BenchSettings, run_bench
+    from dspark.bench.report import text_report
+    from dspark.bench.summary import summarise
+    from dspark.bench.variants import parse_variants
+
+    variants = parse_variants(args.drafts)  # cheap checks before a model is loaded
+    settings = BenchSettings(
+        max_tokens=args.max_tokens, temperature=args.temperature, repeat=args.repeat, concurrency=args.concurrency
+    )
+    settings.params(0)
+    if args.exact_check and args.temperature > 0:
+        raise ValueError("--exact-check compares greedy answers: use it with --temperature 0")
+    if args.peer and args.concurrency > 1:
+        raise ValueError("--peer answers one prompt at a time: use it with --concurrency 1")
+    _require_matplotlib()
+    tasks = [task.strip() for task in args.tasks.split(",") if task.strip()] if args.tasks else None
+    rows = load_rows(args.data, per_task=args.per_task, tasks=tasks)
+    llm = load_llm(args, progress=progress)
+    result = run_bench(
+        llm,
+        variants,
+        rows,
+        settings=settings,
+        peers=load_peers(args, llm, variants, progress=progress),
+        judge=make_judge(llm),
+        progress=_say,
+    )
+    summary = summarise(result)
+    head = _head(args, llm, result, argv=sys.argv if argv is None else argv)
+    _write(args, result, summary, head=head)
+    print(_as_json(result, summary, head=head) if args.json else text_report(result, summary))
+    return _verdict(result, check=args.exact_check)
+
+
+def load_llm(args: argparse.Namespace, *, progress: Progress | None) -> Any:
+    """The plain LLM whose weights all variants share."""
+    from dspark import LLM
+
+    engine = {name: getattr(args, name) for name in ENGINE_OPTIONS if getattr(args, name) is not None}
+    return LLM(args.model, draft="none", progress=progress, exact=args.exact, **engine)
+
+
+def load_peers(
+    args: argparse.Namespace, llm: Any, variants: Sequence[Variant], *, progress: Progress | None
+) -> Sequence[Peer]:
+    """The peers that --peer names, over the same weights, dtype and threads."""
+    if not args.peer:
+        return []
+    from dspark.bench.peers import PeerSettings, hf_peers
+    from dspark.model.load import resolve
+
+    info = llm.info()
+    draft = next((v.speculation.model for v in variants if v.speculation.model is not None), None)
+    settings = PeerSettings(
+        model=resolve(args.model, progress=progress),
+        draft=None if draft is None else resolve(draft, progress=progress),
+        dtype=str(info["dtype"]).removeprefix("torch."),
+        device=str(info.get("device", "cpu")),
+        threads=num_threads(llm),
+    )
+    return hf_peers(settings)
+
+
+def num_threads(llm: Any) -> int:
+    """Threads of the target's passes: as set, else torch's own choice (which the engine may have made)."""
+    import torch
+
+    return llm.engine_config.threads or torch.get_num_threads()
+
+
+def make_judge(llm: Any) -> Any:
+    """The near-tie oracle over the plain LLM, with the bound of its dtype; exact engines are excused nothing."""
+    from dspark.quality.oracle import LogitMargin, classify, tie_bound
+
+    config = llm.engine_config
+    dtype = str(llm.info()["dtype"])
+    margin = LogitMargin(llm)
+
+    def judge(prompt: Sequence[int], plain: Sequence[int], other: Sequence[int], exact: bool) -> Any:
+        bound = tie_bound(dtype, quantization=config.quantization, exact=exact or config.exact)
+        return classify(prompt, plain, other, margin=margin, bound=bound)
+
+    return judge
+
+
+def _require_matplotlib() -> None:
+    from importlib.util import find_spec
+
+    if find_spec("matplotlib") is None:
+        raise ValueError("the plot needs matplotlib: install it, or dspark with its extra: pip install 'dspark[bench]'")
+
+
+def _say(line: str) -> None:
+    print(f"dspark bench: {line}", file=sys.stderr, flush=True)
+
+
+def _head(args: argparse.Namespace, llm: Any, result: Result, *, argv: Sequence[str]) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    from dspark.bench.provenance import provenance
+
+    config = {
+        "engine": asdict(llm.engine_config),
+        "bench": {**asdict(result.settings), "data": args.data, "tasks": args.tasks, "per_task": args.per_task},
+        "info": llm.info(),
+        "variants": result.configs,
+        "peers": result.peer_names,
+    }
+    device = str(llm.info().get("device", "cpu"))
+    return provenance(argv, config=config, threads=num_threads(llm), device=device)
+
+
+def _write(args: argparse.Namespace, result: Result, summary: Summary, *, head: dict[str, Any]) -> None:
+    from dspark.bench.plot import plot_speedups
+    from dspark.bench.report import free_stem, json_lines, markdown_report
+
+    folder = Path(args.out)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--out {folder}: {error.strerror}; give a folder that can be written") from None
+    model = Path(str(args.model)).stem if str(args.model).endswith(".gguf") else Path(str(args.model)).name
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", args.name or model).strip("-") or "bench"
+    stem = free_stem(folder, name, date=datetime.date.today())
+    title = f"{model}: {', '.join(result.names)}"
+    plot = None
+    if len(result.names) > 1:
+        plot = stem.with_name(f"{stem.name}.png")
+        plot_speedups(summary, plot, title=title)
+    lines = json_lines(result, summary, head=head)
+    stem.with_name(f"{stem.name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    page = markdown_report(result, summary, title=title, head=head, plot=plot.name if plot else None)
+    stem.with_name(f"{stem.name}.md").write_text(page, encoding="utf-8")
+    _say(f"written {stem}.jsonl, .md" + (" and .png" if plot else ""))
+
+
+def _as_json(result: Result, summary: Summary, *, head: dict[str, Any]) -> str:
+    from dspark.bench.report import difference_rows, notes
+
+    figures = [cell.as_dict() for cell in summary.cells.values()]
+    document = {"head": head, "figures": figures, "differences": difference_rows(result), "notes": notes(result)}
+    return json.dumps(document, ensure_ascii=False, indent=2)
+
+
+def _verdict(result: Result, *, check: bool) -> int:
+    """Peers compute in another order and are excused; so only dspark's own variants count."""
+    own = [d for d in result.differences if d.variant not in result.peer_names]
+    faults = [d for d in own if d.finding.verdict == "fault"]
+    if faults:
+        _say(f"{len(faults)} of {len(own)} compared answers differ from plain decoding by more than rounding explains")
+    elif check:
+        _say(f"{len(own)} answers compared with plain decoding, no fault")
+    if check and not own:
+        raise ValueError("--exact-check compared nothing: name a draft beside none, or raise --repeat")
+    return 1 if check and faults else 0
