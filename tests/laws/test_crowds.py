@@ -1,0 +1,132 @@
+"""A row does not feel its neighbours: alone, in any company, in any order, after preemption, with every drafter."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from dspark.draft.lookup import SuffixDrafter
+from dspark.draft.model import ModelDrafter
+from dspark.model.cache import KVCache
+from dspark.model.runner import build_runner
+from dspark.params import SamplingParams
+from tests.fakes import ScriptedDrafter, add, junk, make_engine, random_prompts, run
+from tests.tiny_models import tiny_model
+
+VOCAB = 96
+PROMPTS = random_prompts(6, vocab_size=VOCAB, seed=3)
+
+
+@pytest.fixture(scope="module")
+def runner():
+    return build_runner(tiny_model("qwen2", vocab_size=VOCAB), path="torch")
+
+
+def drafter(name, runner):
+    if name == "model":
+        draft = build_runner(tiny_model("qwen2", vocab_size=VOCAB, seed=1), path="torch")
+        cache = KVCache(draft.layer_specs, num_pages=128, page_size=4, dtype=draft.cache_dtype)
+        return ModelDrafter(draft, cache, vocab_size=VOCAB, num_valid_tokens=VOCAB)
+    return {"none": lambda: None, "suffix": SuffixDrafter, "junk": lambda: ScriptedDrafter(junk(vocab_size=VOCAB))}[name]()
+
+
+@pytest.mark.parametrize("name", ("none", "suffix", "model", "junk"))
+@pytest.mark.parametrize(
+    "fields",
+    (
+        {"temperature": 0.9, "seed": 7},
+        {"temperature": 1.0, "seed": 8, "top_p": 0.9, "repetition_penalty": 1.2},
+        {"temperature": 0.7, "seed": 9, "top_k": 8, "frequency_penalty": 0.5, "min_tokens": 4},
+        {"temperature": 0.0, "presence_penalty": 0.7},
+    ),
+)
+def test_seeded_tokens_are_the_same_with_every_drafter_and_company(runner, name, fields):
+    params = SamplingParams(max_tokens=16, **fields)
+    alone = [run(make_engine(runner, eos=(1,)), [p], params)[0].output_token_ids for p in PROMPTS]
+    for order in (list(range(6)), [3, 1, 5, 0, 4, 2]):
+        engine = make_engine(runner, drafter=drafter(name, runner), eos=(1,), num_pages=30, max_tokens=11, max_seqs=4)
+        seqs = run(engine, [PROMPTS[i] for i in order], params)
+        assert [seq.output_token_ids for seq in seqs] == [alone[i] for i in order]
+
+
+def test_unseeded_answers_differ(runner):
+    params = SamplingParams(max_tokens=16, temperature=1.0)
+    answers = {tuple(seq.output_token_ids) for seq in run(make_engine(runner), [PROMPTS[0]] * 8, params)}
+    assert len(answers) > 1
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_aborts_and_preemptions_at_random_steps_hurt_nobody(runner, seed):
+    rng = random.Random(seed)
+    params = SamplingParams(temperature=0, max_tokens=20)
+    alone = [run(make_engine(runner), [p], params)[0].output_token_ids for p in PROMPTS]
+    engine = make_engine(runner, drafter=drafter("junk", runner), num_pages=40, max_tokens=13, max_seqs=5)
+    seqs = [add(engine, p, params, seq_id=i) for i, p in enumerate(PROMPTS)]
+    aborted = set()
+    while engine.has_work:
+        engine.step()
+        if rng.random() < 0.1 and engine.scheduler.running:
+            engine.scheduler.preempt(engine.scheduler.running[-1])
+        if rng.random() < 0.05 and engine.rows:
+            victim = rng.choice(list(engine.rows))
+            engine.abort(victim)
+            aborted.add(victim)
+    engine.cache.check()
+    assert not engine.cache.sequences
+    for i, seq in enumerate(seqs):
+        if i in aborted:
+            assert seq.finish_reason == "abort" and seq.output_token_ids == alone[i][: seq.num_output]
+        else:
+            assert seq.output_token_ids == alone[i]
+
+
+def test_prefix_reuse_of_every_remainder(runner):
+    """Cold and cached prompts give the same tokens, whatever is left over of the last page."""
+    params = SamplingParams(temperature=0, max_tokens=6)
+    base = [2 + (i * 7) % 90 for i in range(40)]
+    for length in range(8, 25):
+        cold = run(make_engine(runner, prefix_reuse=False), [base[:length]], params)[0]
+        engine = make_engine(runner, drafter=drafter("junk", runner))
+        run(engine, [base], params)
+        warm = run(engine, [base[:length]], params)[0]
+        assert warm.output_token_ids == cold.output_token_ids
+        assert warm.num_prefix_hits == (length - 1) // 4 * 4 and cold.num_prefix_hits == 0
+
+
+def test_logprobs_are_those_of_plain_decoding(runner):
+    params = SamplingParams(temperature=0, max_tokens=16, logprobs=3, prompt_logprobs=2)
+    plain = run(make_engine(runner), PROMPTS, params)
+    drafted = run(make_engine(runner, drafter=drafter("model", runner), max_tokens=10), PROMPTS, params)
+    for a, b in zip(plain, drafted, strict=True):
+        assert a.output_token_ids == b.output_token_ids
+        for rows in ((a.logprobs, b.logprobs), (a.prompt_logprobs[1:], b.prompt_logprobs[1:])):
+            for x, y in zip(*rows, strict=True):
+                assert [e.token_id for e in x] == [e.token_id for e in y] and [e.rank for e in x] == [e.rank for e in y]
+                torch.testing.assert_close(
+                    torch.tensor([e.logprob for e in x]), torch.tensor([e.logprob for e in y]), atol=1e-3, rtol=1e-3
+                )
+        assert b.prompt_logprobs[0] is None and len(b.prompt_logprobs) == b.num_prompt
+
+
+def test_a_short_draft_context_only_ends_the_drafts(runner):
+    draft = build_runner(tiny_model("qwen2", vocab_size=VOCAB), path="torch", max_context=24)
+    cache = KVCache(draft.layer_specs, num_pages=64, page_size=4, dtype=draft.cache_dtype)
+    engine = make_engine(runner, drafter=ModelDrafter(draft, cache, vocab_size=VOCAB, num_valid_tokens=VOCAB))
+    params = SamplingParams(temperature=0, max_tokens=40)
+    plain = run(make_engine(runner), [[4, 5, 6]], params)[0]
+    seq = run(engine, [[4, 5, 6]], params)[0]
+    assert seq.output_token_ids == plain.output_token_ids
+    assert 0 < seq.record.num_drafted <= 24
+
+
+def test_a_draft_cache_that_is_too_small_only_ends_the_drafts(runner):
+    cache = KVCache(runner.layer_specs, num_pages=6, page_size=4, dtype=runner.cache_dtype)
+    engine = make_engine(runner, drafter=ModelDrafter(runner, cache, vocab_size=VOCAB, num_valid_tokens=VOCAB))
+    params = SamplingParams(temperature=0, max_tokens=20)
+    plain = run(make_engine(runner), PROMPTS, params)
+    drafted = run(engine, PROMPTS, params)
+    assert [s.output_token_ids for s in drafted] == [s.output_token_ids for s in plain]
+    cache.check()
+    assert not cache.sequences
