@@ -11,18 +11,11 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 REPEAT ?= 3
 PYTEST_ARGS ?=
 
-# The demo edits code: most of the answer is in the prompt, where drafts by lookup pay.
+# The demo corrects a text: most of the answer stands in the prompt, where drafts by lookup pay.
 define DEMO_PROMPT
-Add a docstring to each function of this file and change nothing else. Answer with the whole file.
+Correct the spelling mistakes in this text and repeat all of it:
 
-def area_of_circle(radius):
-    return 3.14159 * radius * radius
-
-def area_of_rectangle(width, height):
-    return width * height
-
-def area_of_triangle(base, height):
-    return 0.5 * base * height
+The Amazon rainforrest covers most of the Amazon basin of South America. The basin covers seven million square kilometres, of which five and a half million are covered by the rainforrest. The region includes territory of nine nations. Most of the forest lies in Brazil, with sixty percent of the rainforrest, followed by Peru with thirteen percent and Colombia with ten percent.
 endef
 export DEMO_PROMPT
 

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-import sampling_reference as reference
 import torch
 from scipy import stats
 
+import sampling_reference as reference
 from dspark.params import SamplingParams
 from dspark.sampling import Noise, Processors, RowSampler
 from dspark.types import Draft

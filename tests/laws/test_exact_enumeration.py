@@ -122,6 +122,15 @@ def verdict(target: Law, context: Tokens, draft: Draft, chance: Branches) -> Ver
     return accept(tensor(target, contexts), draft, chance, position=len(context))
 
 
+def constant(weights: list[int]) -> Law:
+    return lambda _: weights
+
+
+def emitted(target: Law, draft: Draft) -> Callable[[Branches], Tokens]:
+    """A run of one verdict on a given draft."""
+    return lambda chance: tuple(verdict(target, (), draft, chance).tokens)
+
+
 def all_weights(vocab: int, unit: int) -> Iterator[list[int]]:
     """Every way to share `unit` parts among the vocabulary, scaled to sixteenths."""
     for parts in itertools.product(range(unit + 1), repeat=vocab):
@@ -147,7 +156,9 @@ def test_every_pair_of_laws_on_a_grid(vocab: int, unit: int) -> None:
 )
 def test_sampled_drafts_whose_laws_depend_on_the_context(vocab: int, size: int, seed: int) -> None:
     target, draft_law = random_law(("p", seed), vocab=vocab), random_law(("q", seed), vocab=vocab)
-    law = every_run(lambda chance: tuple(verdict(target, (), sampled_draft(draft_law, (), size, chance), chance).tokens))
+    law = every_run(
+        lambda chance: tuple(verdict(target, (), sampled_draft(draft_law, (), size, chance), chance).tokens)
+    )
     assert completed(law, target, length=size + 1) == text_law(target, vocab=vocab, length=size + 1)
 
 
@@ -159,7 +170,7 @@ def test_every_deterministic_draft(seed: int, coupled: bool) -> None:
     for size in range(4):
         for tokens in itertools.product(range(3), repeat=size):
             draft = Draft(tokens=list(tokens))
-            law = every_run(lambda chance, d=draft: tuple(verdict(target, (), d, chance).tokens), coupled=coupled)
+            law = every_run(emitted(target, draft), coupled=coupled)
             assert completed(law, target, length=4) == expected, tokens
 
 
@@ -170,8 +181,8 @@ def test_deterministic_drafts_are_accepted_as_often_as_with_a_one_hot_law() -> N
             rates = []
             for q in (None, one_hot):
                 draft = Draft(tokens=[token], q=q)
-                law = every_run(lambda chance, d=draft, p=p: (verdict(lambda _: p, (), d, chance).num_accepted,))
-                rates.append(law.get((1,), Fraction(0)))
+                law = every_run(emitted(constant(p), draft))
+                rates.append(sum(chance for text, chance in law.items() if len(text) == 2))
             assert rates == [Fraction(p[token], UNIT)] * 2
 
 
@@ -283,7 +294,8 @@ class SharedNoise(Branches):
 @pytest.mark.parametrize("fresh", [True, False])
 def test_noise_reused_for_a_discarded_position_is_an_anticipation(fresh: bool) -> None:
     def run(chance: Branches) -> Tokens:
-        history, text, drafter = History(), (), chance if fresh else SharedNoise(chance)
+        text: Tokens = ()
+        history, drafter = History(), chance if fresh else SharedNoise(chance)
         while len(text) < 2:
             size = POLICIES["of the discarded token"](text, history)
             draft = sampled_draft(even, text, size, drafter)
@@ -305,13 +317,16 @@ def test_greedy_keeps_the_common_prefix() -> None:
                 assert result == Verdict(num_accepted=num_common, tokens=list(argmax[: num_common + 1]))
 
 
+def one_hot_at(argmax: Tokens) -> Law:
+    return lambda context: [UNIT * (token == argmax[len(context)]) for token in range(3)]
+
+
 def test_one_hot_laws_are_greedy_decoding() -> None:
     for argmax in itertools.product(range(3), repeat=3):
         for tokens in itertools.product(range(3), repeat=2):
             for q in (None, torch.full((2, 3), 1 / 4)):
                 draft = Draft(tokens=list(tokens), q=q)
-                p = torch.eye(3)[list(argmax)]
-                law = every_run(lambda chance, p=p, d=draft: tuple(accept(p, d, chance, position=0).tokens))
+                law = every_run(emitted(one_hot_at(argmax), draft))
                 greedy = accept_greedy(list(argmax), Draft(tokens=list(tokens)))
                 if q is None:
                     assert law == {tuple(greedy.tokens): 1}

@@ -210,7 +210,7 @@ def test_each_speculative_run_has_a_new_drafter(
     plain, *speculative = fake.made
     assert plain.speculation.method == "none"
     assert [llm.speculation.method for llm in speculative] == ["suffix"] * 3
-    assert all(not llm.engine_config.prefix_reuse for llm in fake.made)
+    assert all(not llm.engine_config.prefix_reuse and llm.engine_config.max_num_seqs == 1 for llm in fake.made)
     # One warm-up on another prompt, then the prompt: a drafter never sees the prompt before it is measured.
     assert all(
         [ask[0] == [{"role": "user", "content": "hi"}] for ask in llm.asked] == [False, True] for llm in speculative

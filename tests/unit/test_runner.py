@@ -51,8 +51,9 @@ def test_prefill_and_taps(family: str, path: str) -> None:
     for tap, hidden in zip(driver.taps, want.hidden_states, strict=True):
         _close(tap.float(), hidden[0])
     driver.open(1)
-    driver.step({1: text}, num_logits={1: 1}, taps=[2, 0])
-    _close(driver.taps[0].float(), want.hidden_states[2][0])
+    last = runner.num_layers
+    _close(driver.step({1: text}, num_logits={1: 3}, taps=[last, 0])[1], want.logits[0, -3:])
+    _close(driver.taps[0].float(), want.hidden_states[last][0])
     _close(driver.taps[1].float(), want.hidden_states[0][0])
 
 

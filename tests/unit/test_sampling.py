@@ -7,12 +7,12 @@ import math
 from typing import Any
 
 import pytest
-import sampling_reference as reference
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
+import sampling_reference as reference
 from dspark.law import NUM_CANDIDATES, probabilities, raw_logprobs
 from dspark.noise import RACE_BLOCK, STREAM_DRAFT, STREAM_DRAW, Noise
 from dspark.params import SamplingParams
@@ -107,8 +107,7 @@ def test_idle_processors_pass_the_logits_themselves() -> None:
     rules = Processors.build(params, vocab_size=VOCAB)
     sampler = RowSampler(params, rules, tokens=PROMPT, num_prompt=4)
     assert sampler.process(logits, PROMPT, [1]) is logits
-    packed = {"tokens_before": [PROMPT], "drafts": [[1]]}
-    assert packed_process([sampler], logits, **packed) is logits
+    assert packed_process([sampler], logits, tokens_before=[PROMPT], drafts=[[1]]) is logits
 
 
 @pytest.mark.parametrize("width", [8, 15])
@@ -135,7 +134,11 @@ def test_a_grammar_outranks_min_tokens_and_bad_words_when_nothing_else_is_left()
 
 def test_packed_rows_equal_rows_alone() -> None:
     names = ["nothing", "all", "repetition"]
-    settings_ = [{"temperature": 0.0}, {"temperature": 0.7, "top_p": 0.9}, {"top_k": 3, "min_p": 0.01}]
+    settings_: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 0.7, "top_p": 0.9},
+        {"top_k": 3, "min_p": 0.01},
+    ]
     params = [SamplingParams(**FIELDS[name], **more) for name, more in zip(names, settings_, strict=True)]
     samplers = [sampler_of(one) for one in params]
     drafts, text = [[], [2, 9], [4]], [*PROMPT, *OUTPUT]
@@ -154,7 +157,9 @@ def test_packed_rows_equal_rows_alone() -> None:
         ({}, [[]], "word without tokens"),
     ],
 )
-def test_ids_out_of_the_vocabulary_are_refused(kwargs: dict[str, Any], bad_words: list[list[int]], message: str) -> None:
+def test_ids_out_of_the_vocabulary_are_refused(
+    kwargs: dict[str, Any], bad_words: list[list[int]], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         Processors.build(
             SamplingParams(**kwargs), vocab_size=VOCAB, num_valid_tokens=NUM_VALID, bad_words_ids=bad_words
@@ -207,8 +212,8 @@ LARGE = 10_000
 
 @pytest.mark.parametrize("heat", [0.05, 1.0, 30.0])
 def test_laws_of_large_rows_at_every_width_of_search(heat: float) -> None:
-    """Peaked rows are settled by the first candidates, flat rows need a full sort; bf16-like logits are full of ties."""
-    cut = [
+    """The first candidates settle peaked rows, flat rows need a full sort; bfloat16 makes ties."""
+    cut: list[dict[str, Any]] = [
         {"top_p": 0.95},
         {"top_k": NUM_CANDIDATES[0]},
         {"top_k": 50},
@@ -348,7 +353,7 @@ def test_logprobs_of_raw_logits() -> None:
     table = torch.log_softmax(logits.double(), -1)
     for num in (0, 1, 3, 50):
         for row, pick, entries in zip(table, chosen, raw_logprobs(logits, chosen, num), strict=True):
-            order = sorted(range(50), key=lambda token, row=row: (-float(row[token]), token))
+            order = torch.sort(row, descending=True, stable=True).indices.tolist()
             assert entries[0].token_id == pick
             assert [e.token_id for e in entries[1:]] == [token for token in order[:num] if token != pick]
             for entry in entries:

@@ -38,5 +38,5 @@ def plot_speedups(summary: Summary, path: Path, *, title: str) -> None:
     axes.set_ylim(bottom=0)
     axes.set_title(title, fontsize=10)
     axes.grid(axis="y", alpha=0.3)
-    axes.legend(fontsize=8, ncols=2)
+    figure.legend(fontsize=8, ncols=4, loc="outside lower center")
     figure.savefig(path, dpi=130)

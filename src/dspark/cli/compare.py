@@ -4,6 +4,7 @@ It must never let a run profit from an earlier one: each speculative run has a d
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import statistics
 import sys
@@ -79,8 +80,10 @@ class Comparison:
 def run(ask: Question, *, params: SamplingParams, config: Config, model: str, repeat: int, as_json: bool) -> int:
     """Measure and print both sides. 1 when they differ although exact mode promises equality, else 0."""
     check(params, config=config, repeat=repeat)
-    # Each run reads its whole prompt, or the runs after the first would find it in the cache.
-    config = dataclasses.replace(config, engine=dataclasses.replace(config.engine, prefix_reuse=False))
+    # Each run reads its whole prompt, or the runs after the first would find it in the cache; one row needs no more
+    # cache than one context.
+    engine = dataclasses.replace(config.engine, prefix_reuse=False, max_num_seqs=1)
+    config = dataclasses.replace(config, engine=engine)
     plain = load(model, config=config, speculation=SpeculationConfig())
     comparison = measure(plain, ask=ask, params=params, config=config, repeat=repeat)
     if as_json:
@@ -110,12 +113,14 @@ def measure(plain: LLM, *, ask: Question, params: SamplingParams, config: Config
     runs: dict[str, list[RequestOutput]] = {"plain": [], "speculative": []}
     for turn in range(repeat):
         # A new drafter each time: one that remembers the answer of the turn before would only copy it.
+        gc.collect()  # the variant of the turn before, and its cache with it
         speculative = plain.variant(speculation=config.speculation)
         sides = [("plain", plain), ("speculative", speculative)]
         for name, llm in sides if turn % 2 == 0 else reversed(sides):
             WARM_UP.put(llm, params=warm)
             runs[name].append(ask.put(llm, params=params))
             print(f"dspark: {name} run {turn + 1} of {repeat}", file=sys.stderr)
+        del speculative, sides, llm
     return Comparison(
         plain=Side(runs=runs["plain"]), speculative=Side(runs=runs["speculative"]), speculation=config.speculation
     )
@@ -173,7 +178,7 @@ def print_table(comparison: Comparison, *, repeat: int) -> None:
         print(f"{label:<26}{left:>10}{right:>{width}}")
     if acceptance := by_position(record):
         print("acceptance by position    " + "  ".join(f"{share:.2f}" for share in acceptance))
-    print(f"medians of {repeat} runs of each side by turns; mean accepted length = tokens emitted / target passes;")
+    print(f"medians over {repeat} runs of each side, by turns; mean accepted length = tokens emitted / target passes;")
     print("acceptance at j = blocks whose drafts up to j were all accepted / blocks in which draft j was verified")
 
 

@@ -48,7 +48,7 @@ class Target:
 
     def __post_init__(self) -> None:
         loaded = self._load()
-        self.tokenizer = Tokenizer(loaded.path)
+        self.tokenizer = loaded.tokenizer or Tokenizer(loaded.path)
         self.facts = replace(loaded, model=None)
         self._fresh: LoadedModel | None = loaded
 
@@ -161,8 +161,11 @@ def check_vocabulary(target: Tokenizer, draft: Tokenizer, *, draft_name: str) ->
     missing = len(ours) - (len(theirs) - len(different))
     # A draft that lacks a few of the target's special tokens still fits: it can never propose them.
     if different or missing > 0.01 * len(ours):
-        example = f"token {different[0]!r} is {theirs[different[0]]} there and {ours.get(different[0])} here"
-        detail = example if different else f"it lacks {missing} of the target's {len(ours)} tokens"
+        if different:
+            token = different[0]
+            detail = f"token {token!r} is {theirs[token]} there and {ours.get(token)} here"
+        else:
+            detail = f"it lacks {missing} of the target's {len(ours)} tokens"
         raise ValueError(
             f"draft model {draft_name!r} has another vocabulary than the target ({detail}): "
             "use a draft of the target's own family, or draft 'suffix' or 'ngram', which need none"

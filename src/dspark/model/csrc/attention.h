@@ -6,6 +6,7 @@
 // base 2. A chunk that a lane cannot see scales its sums by 1 and adds 0 to them, which changes no bit.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 
 #include "ops.h"
@@ -76,21 +77,43 @@ inline void score_chunk(const float* keys, const float* queries, int count, int 
     }
 }
 
+// Visible positions of the lanes of a block: first .. last of any, common_first .. common_last of all.
+struct LaneSpan {
+    int first, last, common_first, common_last;
+};
+
 // What each lane may see, and its softmax so far.
 struct Softmax {
-    IntVec first, last;  // visible positions, both inclusive
+    IntVec first = IntVec{} + 1, last = IntVec{};  // visible positions, both inclusive; unused lanes see none
     Vec peak = splat(kNothingSeen);
     Vec total = {};
+    LaneSpan span = {INT32_MAX, -1, 0, INT32_MAX};
+
+    void limit(int lane, int position, int window) {
+        const int from = window && position >= window ? position - window + 1 : 0;
+        first[lane] = from;
+        last[lane] = position;
+        span = {std::min(span.first, from), std::max(span.last, position), std::max(span.common_first, from),
+                std::min(span.common_last, position)};
+    }
 
     // Scores of positions from `position` on become probabilities; returns what earlier sums must be scaled by.
     Vec update(float* scores, int position, int count) {
+        const bool all_see = position >= span.common_first && position + count - 1 <= span.common_last;
+        return all_see ? update_as<false>(scores, position, count) : update_as<true>(scores, position, count);
+    }
+
+    template <bool masked>
+    Vec update_as(float* scores, int position, int count) {
         Vec highest = peak;
         for (int i = 0; i < count; ++i) {
-            const IntVec here = IntVec{} + (position + i);
-            const Vec score = load(scores + i * kLanes);
-            const Vec seen = (here >= first) & (here <= last) ? score : splat(-3e38f);
-            store(scores + i * kLanes, seen);
-            highest = maximum(highest, seen);
+            Vec score = load(scores + i * kLanes);
+            if (masked) {
+                const IntVec here = IntVec{} + (position + i);
+                score = (here >= first) & (here <= last) ? score : splat(-3e38f);
+                store(scores + i * kLanes, score);
+            }
+            highest = maximum(highest, score);
         }
         const Vec scale = exp2_of(peak - highest);
         Vec sum = {};
@@ -119,25 +142,9 @@ inline void add_values(const float* values, const float* probabilities, int coun
     }
 }
 
-struct LaneSpan {
-    int first, last;  // positions that any lane of the block sees
-};
-
-// Fills the limits of every lane; lanes past the end see nothing.
-inline LaneSpan lane_limits(const AttentionLayer& layer, const LaneBlock& block, int num_lanes, int32_t* first,
-                            int32_t* last) {
-    LaneSpan span = {INT32_MAX, -1};
-    for (int lane = 0; lane < num_lanes; ++lane) {
-        first[lane] = 1;
-        last[lane] = 0;
-        if (block.begin + lane >= block.end) continue;
-        const int position = block.positions[block.first_row + (block.begin + lane) / layer.group_size];
-        last[lane] = position;
-        first[lane] = layer.window ? (position >= layer.window ? position - layer.window + 1 : 0) : 0;
-        if (first[lane] < span.first) span.first = first[lane];
-        if (last[lane] > span.last) span.last = last[lane];
-    }
-    return span;
+inline void limit_lanes(const AttentionLayer& layer, const LaneBlock& block, Softmax& softmax) {
+    for (int lane = block.begin; lane < block.end; ++lane)
+        softmax.limit(lane - block.begin, block.positions[block.first_row + lane / layer.group_size], layer.window);
 }
 
 inline const float* lane_query(const AttentionLayer& layer, const LaneBlock& block, int lane) {
@@ -163,11 +170,9 @@ inline void attend(const AttentionLayer& layer, const LaneBlock& block, float* s
         const float* q = lane_query(layer, block, block.begin + lane);
         for (int e = 0; e < dim; ++e) queries[e * kLanes + lane] = q[e];
     }
-    int32_t first[kLanes], last[kLanes];
-    const LaneSpan span = lane_limits(layer, block, kLanes, first, last);
     Softmax softmax;
-    std::memcpy(&softmax.first, first, sizeof first);
-    std::memcpy(&softmax.last, last, sizeof last);
+    limit_lanes(layer, block, softmax);
+    const LaneSpan span = softmax.span;
     for (int chunk = span.first / kChunk * kChunk; chunk <= span.last; chunk += kChunk) {
         const int begin = chunk > span.first ? chunk : span.first;
         const int end = chunk + kChunk <= span.last ? chunk + kChunk : span.last + 1;

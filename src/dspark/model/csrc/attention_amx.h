@@ -1,4 +1,4 @@
-// The same attention on AMX tiles, for a bfloat16 cache: 16 query lanes against 64 positions at a time.
+// The same attention on AMX tiles, for a bfloat16 cache: blocks of 16 query lanes against 64 positions at a time.
 // A lane's bits must never depend on the other lanes: tiles add zeros for what a lane cannot see.
 //
 // Scores are taken transposed (positions x lanes), so keys are tile rows straight from the cache and the softmax again
@@ -13,14 +13,15 @@ namespace dspark {
 #if defined(DSPARK_AMX)
 
 constexpr int kTileChunk = 64;
+constexpr int kMaxTileBlocks = 4;  // blocks of 16 lanes that share one look at keys and values
 
 inline bool can_use_tiles(int head_dim, int page_size, bool is_bf16) {
     return is_bf16 && head_dim % 32 == 0 && page_size % 16 == 0 && has_amx();
 }
 
-// Per thread, in floats: queries, sums, scores, packed probabilities and values.
+// Per thread, in floats: queries and sums of each block, scores, packed probabilities, packed values.
 inline size_t tile_floats(int head_dim) {
-    return size_t(16 * head_dim + 16 * head_dim + kTileChunk * 16 + kTileChunk * 16 + kTileChunk * head_dim / 2);
+    return size_t(kMaxTileBlocks * 32 * head_dim + 2 * kTileChunk * 16 + kTileChunk * head_dim / 2);
 }
 
 inline void transpose(__m512i r[16]) {  // 16 x 16 units of 4 bytes
@@ -196,43 +197,100 @@ inline void scale_lanes(Vec scale, int num_lanes, int dim, float* sums) {
         for (int e = 0; e < dim; e += 16) store(sums + lane * dim + e, load(sums + lane * dim + e) * scale[lane]);
 }
 
-// At most 16 lanes. scratch: tile_floats(head_dim) floats, aligned to 64 bytes. Tiles are shaped for 32 rows.
-inline void attend_with_tiles(const AttentionLayer& layer, const LaneBlock& block, float* scratch) {
-    const int dim = layer.head_dim, num_lanes = block.end - block.begin;
-    auto* queries = reinterpret_cast<uint16_t*>(scratch);
-    float* sums = scratch + 16 * dim;
-    float* scores = sums + 16 * dim;
-    auto* probabilities = reinterpret_cast<uint16_t*>(scores + kTileChunk * 16);
-    auto* values = probabilities + 2 * kTileChunk * 16;
-    std::memset(sums, 0, size_t(16) * dim * 4);
-    pack_queries(layer, block, queries);
-    int32_t first[kLanes], last[kLanes];
-    const LaneSpan span = lane_limits(layer, block, kLanes, first, last);
+// Rows lie apart, which the processor does not foresee: ask for the next chunk's while this one is worked on.
+inline void prefetch_chunk(const AttentionLayer& layer, const LaneBlock& block, int first, int last) {
+    const auto* keys = static_cast<const char*>(layer.keys);
+    const auto* values = static_cast<const char*>(layer.values);
+    const int width = layer.head_dim * 2;
+    for (int position = first; position <= last; ++position) {
+        const int64_t offset = cache_offset(layer, block, position) * 2;
+        for (int byte = 0; byte < width; byte += 64) {
+            __builtin_prefetch(keys + offset + byte, 0, 2);
+            __builtin_prefetch(values + offset + byte, 0, 2);
+        }
+    }
+}
+
+// Up to 16 lanes with their own queries, softmax and sums.
+struct TileBlock {
+    LaneBlock lanes;
+    uint16_t* queries;
+    float* sums;
     Softmax softmax;
-    std::memcpy(&softmax.first, first, sizeof first);
-    std::memcpy(&softmax.last, last, sizeof last);
-    for (int chunk = span.first / kTileChunk * kTileChunk; chunk <= span.last; chunk += kTileChunk) {
-        const int begin = std::max(chunk, span.first / 32 * 32);  // a tile sums 32 positions: fixed ones, for the law
-        const int num_tiles = std::min(chunk + kTileChunk - begin, span.last - begin + 16) / 16;
-        const int halves = (num_tiles + 1) / 2;
-        // The compiler does not know which memory tile instructions read and write.
-        asm volatile("" : : : "memory");
-        score_tiles(layer, block, begin, num_tiles, queries, scores);
-        asm volatile("" : : : "memory");
-        const Vec scale = softmax.update(scores, begin, 16 * num_tiles);
-        if (num_tiles % 2) std::memset(scores + 256 * num_tiles, 0, 1024);
-        for (int half = 0; half < halves; ++half) pack_probabilities(scores + 512 * half, probabilities + 1024 * half);
-        pack_values(layer, block, begin, 32 * halves, span, values);
-        scale_lanes(scale, num_lanes, dim, sums);
-        asm volatile("" : : : "memory");
-        add_tiles(probabilities, values, halves, dim, sums);
-        asm volatile("" : : : "memory");
+
+    int size() const { return lanes.end - lanes.begin; }
+};
+
+// What the blocks use one after another.
+struct TileScratch {
+    float* scores;
+    uint16_t *probabilities, *values;
+};
+
+// The 64 positions of one chunk for one block; values are packed for positions from `begin` on.
+inline void attend_chunk(const AttentionLayer& layer, TileBlock& block, int begin, int end, const TileScratch& scratch) {
+    const int num_tiles = (end - begin + 15) / 16, halves = (num_tiles + 1) / 2;
+    // The compiler does not know which memory tile instructions read and write.
+    asm volatile("" : : : "memory");
+    score_tiles(layer, block.lanes, begin, num_tiles, block.queries, scratch.scores);
+    asm volatile("" : : : "memory");
+    const Vec scale = block.softmax.update(scratch.scores, begin, 16 * num_tiles);
+    if (num_tiles % 2) std::memset(scratch.scores + 256 * num_tiles, 0, 1024);
+    for (int half = 0; half < halves; ++half)
+        pack_probabilities(scratch.scores + 512 * half, scratch.probabilities + 1024 * half);
+    scale_lanes(scale, block.size(), layer.head_dim, block.sums);
+    asm volatile("" : : : "memory");
+    add_tiles(scratch.probabilities, scratch.values, halves, layer.head_dim, block.sums);
+    asm volatile("" : : : "memory");
+}
+
+inline void start_block(const AttentionLayer& layer, const LaneBlock& all, int index, float* memory, TileBlock& block) {
+    const int dim = layer.head_dim;
+    block.lanes = all;
+    block.lanes.begin = all.begin + 16 * index;
+    block.lanes.end = std::min(block.lanes.begin + 16, all.end);
+    block.queries = reinterpret_cast<uint16_t*>(memory);
+    block.sums = memory + 16 * dim;
+    std::memset(block.sums, 0, size_t(16) * dim * 4);
+    pack_queries(layer, block.lanes, block.queries);
+    limit_lanes(layer, block.lanes, block.softmax);
+}
+
+inline void finish_block(const AttentionLayer& layer, const TileBlock& block) {
+    const int dim = layer.head_dim;
+    const Vec inverse = 1.0f / block.softmax.total;
+    for (int lane = 0; lane < block.size(); ++lane) {
+        float* out = lane_out(layer, block.lanes, block.lanes.begin + lane);
+        for (int e = 0; e < dim; e += 16) store(out + e, load(block.sums + lane * dim + e) * inverse[lane]);
     }
-    const Vec inverse = 1.0f / softmax.total;
-    for (int lane = 0; lane < num_lanes; ++lane) {
-        float* out = lane_out(layer, block, block.begin + lane);
-        for (int e = 0; e < dim; e += 16) store(out + e, load(sums + lane * dim + e) * inverse[lane]);
+}
+
+// At most 16 kMaxTileBlocks lanes. scratch: tile_floats(head_dim) floats, aligned to 64 bytes. Tiles have their full shape.
+inline void attend_with_tiles(const AttentionLayer& layer, const LaneBlock& lanes, float* scratch) {
+    const int dim = layer.head_dim, num_blocks = (lanes.end - lanes.begin + 15) / 16;
+    TileBlock blocks[kMaxTileBlocks];
+    LaneSpan all = {INT32_MAX, -1, 0, 0};
+    for (int i = 0; i < num_blocks; ++i) {
+        start_block(layer, lanes, i, scratch + int64_t(i) * 32 * dim, blocks[i]);
+        all.first = std::min(all.first, blocks[i].softmax.span.first);
+        all.last = std::max(all.last, blocks[i].softmax.span.last);
     }
+    TileScratch shared;
+    shared.scores = scratch + int64_t(kMaxTileBlocks) * 32 * dim;
+    shared.probabilities = reinterpret_cast<uint16_t*>(shared.scores + kTileChunk * 16);
+    shared.values = shared.probabilities + 2 * kTileChunk * 16;
+    for (int chunk = all.first / kTileChunk * kTileChunk; chunk <= all.last; chunk += kTileChunk) {
+        const int begin = std::max(chunk, all.first / 32 * 32);  // a tile sums 32 positions: fixed ones, for the law
+        const int end = std::min(chunk + kTileChunk, all.last + 1);
+        if (num_blocks == 1) prefetch_chunk(layer, lanes, end, std::min(end + kTileChunk - 1, all.last));
+        pack_values(layer, lanes, begin, (end - begin + 31) / 32 * 32, all, shared.values);
+        for (int i = 0; i < num_blocks; ++i) {
+            const LaneSpan& span = blocks[i].softmax.span;
+            if (span.first < end && span.last >= begin)
+                attend_chunk(layer, blocks[i], begin, std::min(end, span.last + 1), shared);
+        }
+    }
+    for (int i = 0; i < num_blocks; ++i) finish_block(layer, blocks[i]);
 }
 
 #endif

@@ -430,12 +430,25 @@ inline Status check(const ModelArgs& args, const BatchArgs& batch) {
     return kOk;
 }
 
+// Lanes that one item may hold: what the kernel takes, but not so many that threads would have no work.
+inline int lanes_of_items(const ModelArgs& args, const BatchArgs& batch) {
+#if defined(DSPARK_AMX)
+    if (can_use_tiles(args.head_dim, batch.page_size, args.cache_is_bf16)) {
+        const int64_t num_blocks = int64_t(batch.num_tokens) * args.num_heads / kLanes;
+        return kLanes * int(std::clamp<int64_t>(num_blocks / (8 * args.num_threads), 1, kMaxTileBlocks));
+    }
+#endif
+    (void)args, (void)batch;
+    return kLanes;
+}
+
 inline std::vector<Item> cut_into_items(const ModelArgs& args, const BatchArgs& batch) {
     std::vector<Item> items;
+    const int step = lanes_of_items(args, batch);
     for (int s = 0; s < batch.num_sequences; ++s) {
         const int num_lanes = (batch.row_starts[s + 1] - batch.row_starts[s]) * (args.num_heads / args.num_kv_heads);
-        for (int begin = 0; begin < num_lanes; begin += kLanes)
-            items.push_back({s, begin, std::min(begin + kLanes, num_lanes)});
+        for (int begin = 0; begin < num_lanes; begin += step)
+            items.push_back({s, begin, std::min(begin + step, num_lanes)});
     }
     return items;
 }

@@ -112,5 +112,6 @@ inline void prefetch_ahead(Chunk& chunk) {
 #include "linear_int4.h"
 #include "linear_kernels.h"
 #include "linear_amx.h"
+#include "linear_amx_int4.h"
 #include "linear_run.h"
 #include "linear_pack.h"

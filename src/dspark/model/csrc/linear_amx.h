@@ -32,8 +32,9 @@ class Tiles {
     if (rows_) _tile_release();
   }
 
-  // Fewer rows in the tiles of sums and activations: unused rows cost nothing and touch no memory.
-  void shape(int rows) {
+  // Fewer rows in the tiles of sums and activations: unused rows cost nothing and touch no memory. Up to 16 rows, all
+  // tiles of sums are alike.
+  void shape(int rows, int steps) {
     if (rows == rows_) return;
     rows_ = rows;
     struct alignas(64) Config {
@@ -41,9 +42,12 @@ class Tiles {
       uint16_t bytes[16] = {};
       uint8_t rows[16] = {};
     } config;
-    const uint8_t top = uint8_t(std::min(rows, 16)), bottom = uint8_t(std::max(rows - 16, 1));
-    const uint8_t counts[8] = {top, top, bottom, bottom, top, bottom, 16, 16};
-    for (int t = 0; t < 8; ++t) config.bytes[t] = 64, config.rows[t] = counts[t];
+    const int top = std::min(rows, 16), bottom = rows > 16 ? rows - 16 : rows;
+    const int counts[8] = {top, top, bottom, bottom, top, bottom, steps, steps};
+    for (int t = 0; t < 8; ++t) {
+      config.rows[t] = uint8_t(counts[t]);
+      config.bytes[t] = uint16_t(t == 4 || t == 5 ? steps * 4 : 64);
+    }
     // The intrinsic names only the first bytes of the configuration as its input.
     asm volatile("" : : "r"(&config) : "memory");
     _tile_loadconfig(&config);
@@ -111,7 +115,7 @@ struct AmxKernel {
   Tiles tiles;
 
   void operator()(const Chunk& chunk) {
-    tiles.shape(chunk.rows);
+    tiles.shape(chunk.rows, kSteps);
     // The tile intrinsics do not tell the compiler that they read memory.
     asm volatile("" : : : "memory");
     if (chunk.table) with(chunk, DecodedBlocks(chunk));

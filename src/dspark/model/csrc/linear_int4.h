@@ -77,13 +77,21 @@ inline Int4Row int4_row(const Chunk& chunk, int r) {
 
 #if defined(__AVX512VNNI__)
 
+// The scales of a stored group, for each half of the panel.
+inline void int4_scales(const uint8_t* w, __m512* scale) {
+  for (int h = 0; h < 2; ++h) {
+    const __m256i narrow = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w + 512 + h * 32));
+    scale[h] = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow), 16));
+  }
+}
+
 struct Int4Kernel {
   using Acc = float;
   static constexpr int kRows = 8;
   static constexpr bool kDecodes = false;  // BF12 must be decoded before
 
   template <int R>
-  static void rows(const Chunk& chunk) {
+  static void rows(Chunk chunk) {
     Int4Row row[R];
     __m512 sum[R][2];
     auto* acc = static_cast<float*>(chunk.acc);
@@ -96,7 +104,10 @@ struct Int4Kernel {
     const uint8_t* w = chunk.w;
     for (int g = chunk.first_block; g < chunk.first_block + chunk.blocks; ++g, w += kGroup4Bytes) {
       if (chunk.ahead_lines == kStream)
-        for (int i = 0; i < 9; ++i) __builtin_prefetch(w + kStreamAhead + i * 64);
+        for (int i = 0; i < kGroup4Bytes; i += 64) __builtin_prefetch(w + kStreamAhead + i);
+      else prefetch_ahead(chunk);
+      __m512 scale[2];
+      int4_scales(w, scale);
       for (int h = 0; h < 2; ++h) {
         __m512i dot[R];
         for (int r = 0; r < R; ++r) dot[r] = _mm512_set1_epi32(row[r].correction[g]);
@@ -111,11 +122,9 @@ struct Int4Kernel {
             dot[r] = _mm512_dpbusd_epi32(dot[r], second, _mm512_set1_epi32(a[1]));
           }
         }
-        const __m256i narrow = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(w + 512 + h * 32));
-        const __m512 scale = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow), 16));
         for (int r = 0; r < R; ++r)
           sum[r][h] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot[r]),
-                                      _mm512_mul_ps(scale, _mm512_set1_ps(row[r].scale[g])), sum[r][h]);
+                                      _mm512_mul_ps(scale[h], _mm512_set1_ps(row[r].scale[g])), sum[r][h]);
       }
     }
     for (int r = 0; r < R; ++r)

@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "linear_amx.h"
+#include "linear_amx_int4.h"
 #include "linear_bf12.h"
 #include "linear_int4.h"
 #include "linear_kernels.h"
@@ -19,9 +20,10 @@ struct Walk {
 
 constexpr int kMaxWalkRows = 512;
 constexpr int kGroupPanels = 8;
+constexpr int kVectorRows4 = 4;     // I4: up to here the vector kernel keeps up with the memory
 constexpr int kFlatRows = 32;        // up to here weights are read from memory once and sums stay in registers
 constexpr int kFewBlocks = 4;        // BF12 blocks decoded at a time while rows are few (8 KB)
-constexpr int kCachedLines = 8192;   // 512 KB of activations
+constexpr int kCachedLines = 4096;   // 256 KB of activations
 
 inline int even_part(int total, int most) {
   const int parts = (total + most - 1) / most;
@@ -163,7 +165,11 @@ inline void run(const Linear& linear, const void* prepared, int rows, float* out
   const Output to{out, ldo, accumulate};
   switch (linear.kind) {
     case F32: return run_with<F32Kernel>(linear, a, rows, to, first, last, mine);
-    case I4: return run_with<Int4Kernel>(linear, a, rows, to, first, last, mine);
+    case I4:
+#if defined(DSPARK_AMX)
+      if (rows > kVectorRows4 && has_amx()) return run_with<Int4AmxKernel>(linear, a, rows, to, first, last, mine);
+#endif
+      return run_with<Int4Kernel>(linear, a, rows, to, first, last, mine);
     case I8:
 #if defined(DSPARK_AMX)
       if (has_amx()) return run_with<AmxKernel<true>>(linear, a, rows, to, first, last, mine);

@@ -8,6 +8,10 @@
 
 #include "linear.h"
 
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
 namespace dspark {
 
 // One native register of floats, written with compiler vectors so that the same source serves every processor.
@@ -48,6 +52,15 @@ inline Vec scale_by_exponent(Vec value, IntVec exponent) {
     return value * power;
 }
 
+#if defined(__AVX512F__)
+inline Vec exp2_of(Vec x) {
+    const __m512 value = (__m512)x;
+    const __m512 whole = _mm512_roundscale_ps(value, 0);
+    const __m512 fraction = (__m512)exp2_fraction(x - (Vec)whole);
+    const __mmask16 normal = _mm512_cmp_ps_mask(value, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
+    return (Vec)_mm512_maskz_scalef_ps(normal, fraction, whole);
+}
+#else
 inline Vec exp2_of(Vec x) {
     const Vec clamped = maximum(x, splat(-126.0f));
     const Vec shifted = clamped + 12582912.0f;  // 1.5 * 2**23: the sum's last bits are the nearest integer
@@ -57,6 +70,7 @@ inline Vec exp2_of(Vec x) {
     const Vec result = scale_by_exponent(exp2_fraction(clamped - whole), exponent - 0x4B400000);
     return x < -126.0f ? Vec{} : result;
 }
+#endif
 
 // e ** x for |x| <= 87, clamped outside. The product with log2(e) is split so that large |x| keeps its accuracy.
 inline Vec exp_of(Vec x) {
@@ -92,12 +106,18 @@ inline void rms_norm(const float* x, const float* weight, float eps, int n, floa
 }
 
 // Half-rotation rotary embedding in place: x (n,), cos and sin (n,) of the row's position.
-inline void rotate(float* __restrict x, const float* __restrict cos, const float* __restrict sin, int n) {
+inline void rotate(float* x, const float* cos, const float* sin, int n) {
     const int half = n / 2;
-    for (int i = 0; i < half; ++i) {
-        const float a = x[i], b = x[i + half];
+    int i = 0;
+    for (; i + kLanes <= half; i += kLanes) {
+        const Vec a = load(x + i), b = load(x + half + i);
+        store(x + i, a * load(cos + i) - b * load(sin + i));
+        store(x + half + i, b * load(cos + half + i) + a * load(sin + half + i));
+    }
+    for (; i < half; ++i) {
+        const float a = x[i], b = x[half + i];
         x[i] = a * cos[i] - b * sin[i];
-        x[i + half] = b * cos[i + half] + a * sin[i + half];
+        x[half + i] = b * cos[half + i] + a * sin[half + i];
     }
 }
 

@@ -1,0 +1,172 @@
+"""LLM and AsyncLLM from a folder on disk: the paths that users take, whole."""
+
+from __future__ import annotations
+
+import asyncio
+import warnings
+
+import pytest
+
+from dspark import LLM, AsyncLLM, SamplingParams
+from dspark.config import SpeculationConfig
+from tests.tiny_folder import tiny_folder
+
+PROMPTS = ["hello hello hello", "a", "the quick brown fox, the quick brown"]
+GREEDY = SamplingParams(temperature=0, max_tokens=24)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return str(tiny_folder(tmp_path_factory.mktemp("target")))
+
+
+@pytest.fixture(scope="module")
+def plain(folder):
+    return LLM(folder, check=True)
+
+
+@pytest.fixture(scope="module")
+def answers(plain):
+    return [out.outputs[0] for out in plain.generate(PROMPTS, GREEDY)]
+
+
+@pytest.mark.parametrize("method", ("none", "ngram", "suffix", "model"))
+@pytest.mark.parametrize("policy", ("adaptive", "fixed"))
+def test_every_drafter_gives_the_same_text(plain, folder, answers, method, policy):
+    model = folder if method == "model" else None
+    llm = plain.variant(speculation=SpeculationConfig(method=method, model=model, policy=policy))
+    outputs = [out.outputs[0] for out in llm.generate(PROMPTS, GREEDY)]
+    assert [(o.text, o.token_ids, o.finish_reason) for o in outputs] == [
+        (o.text, o.token_ids, o.finish_reason) for o in answers
+    ]
+    assert llm.stats.num_output_tokens == sum(len(o.token_ids) for o in outputs)
+    assert set(llm.stats.seconds) >= {"admit", "draft", "run", "verify", "commit"}
+    if method == "model" and policy == "fixed":
+        assert llm.stats.record.acceptance_rate > 0.9
+
+
+def test_output_fields_add_up(plain):
+    seen = []
+    params = SamplingParams(temperature=0.8, seed=3, n=3, max_tokens=10, logprobs=2, prompt_logprobs=1)
+    (out,) = plain.generate(PROMPTS[0], params, on_output=lambda o: seen.append(len(o.outputs[0].token_ids)))
+    assert [c.index for c in out.outputs] == [0, 1, 2] and out.finished
+    assert len({tuple(c.token_ids) for c in out.outputs}) > 1
+    for c in out.outputs:
+        assert len(c.logprobs) == len(c.token_ids) == c.speculation.num_emitted
+        assert all(entry[0].token_id == token for entry, token in zip(c.logprobs, c.token_ids))
+        assert c.text == plain.tokenizer.decode(c.token_ids)
+    assert len(out.prompt_logprobs) == len(out.prompt_token_ids)
+    assert seen == sorted(seen) and seen[-1] == 10
+    assert out.timings["arrival"] <= out.timings["first_token"] <= out.timings["finished"]
+
+
+def test_chat_goes_through_the_template(plain):
+    message = [{"role": "user", "content": "hi"}]
+    (chat,) = plain.chat(message, GREEDY)
+    (raw,) = plain.generate("<user>hi<bot>", GREEDY)
+    assert chat.outputs[0].token_ids == raw.outputs[0].token_ids
+    assert len(plain.chat([message, message], GREEDY)) == 2
+    with pytest.raises(ValueError, match="no messages"):
+        plain.chat([], GREEDY)
+
+
+def test_refused_prompts_do_not_stop_the_others(plain, answers):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        outputs = plain.generate(["", PROMPTS[0], "x" * 600, [999_999]], GREEDY)
+    assert "empty" in outputs[0].error and "context" in outputs[2].error and "outside" in outputs[3].error
+    assert outputs[1].outputs[0].text == answers[0].text
+    assert sum("refused" in str(w.message) for w in caught) == 3
+    for bad in ("", "x" * 600):
+        with pytest.raises(ValueError):
+            plain.generate(bad, GREEDY)
+
+
+@pytest.mark.parametrize(
+    "fields,message",
+    (
+        ({"logit_bias": {9999: 1.0}}, "logit_bias"),
+        ({"stop_token_ids": [9999]}, "stop_token_ids"),
+    ),
+)
+def test_fields_that_only_the_model_can_refuse(plain, fields, message):
+    with pytest.raises(ValueError, match=message):
+        plain.generate("a", SamplingParams(**fields))
+    assert not plain.engine.has_work
+
+
+def test_bad_words_and_bias_are_honoured_with_drafts(plain, folder):
+    base = plain.generate(PROMPTS[0], GREEDY)[0].outputs[0]
+    letter = base.text[3]
+    llm = plain.variant(speculation=SpeculationConfig(method="model", model=folder))
+    params = SamplingParams(temperature=0, max_tokens=24, bad_words=[letter])
+    a, b = (x.generate(PROMPTS[0], params)[0].outputs[0] for x in (plain, llm))
+    assert a.token_ids == b.token_ids and letter not in a.text
+
+
+def test_speculation_off_for_one_request(plain, folder):
+    llm = plain.variant(speculation=SpeculationConfig(method="model", model=folder, policy="fixed"))
+    on, off = llm.generate(
+        [PROMPTS[0]] * 2, [GREEDY, SamplingParams(temperature=0, max_tokens=24, speculation=False)]
+    )
+    assert on.outputs[0].token_ids == off.outputs[0].token_ids
+    assert on.outputs[0].speculation.num_drafted > 0 == off.outputs[0].speculation.num_drafted
+
+
+def test_drafts_of_another_vocabulary_are_refused(plain, tmp_path_factory):
+    for options, message in (({"shift": 1}, "another vocabulary"), ({}, None), ({"num_extra": 2}, "another vocabulary")):
+        other = str(tiny_folder(tmp_path_factory.mktemp("draft"), seed=5, **options))
+        speculation = SpeculationConfig(method="model", model=other)
+        if message is None:
+            plain.variant(speculation=speculation)
+        else:
+            with pytest.raises(ValueError, match=message):
+                plain.variant(speculation=speculation)
+
+
+def test_padding_rows_are_never_emitted(plain):
+    params = SamplingParams(temperature=5.0, max_tokens=200, seed=1, ignore_eos=True)
+    ids = plain.generate("z", params)[0].outputs[0].token_ids
+    assert max(ids) <= 256 and len(ids) == 200
+
+
+def test_contradicting_settings_are_refused(folder):
+    with pytest.raises(ValueError, match="both name a drafter"):
+        LLM(folder, draft="ngram", speculative_config={"method": "suffix"})
+    with pytest.raises(ValueError, match="unknown keys"):
+        LLM(folder, speculative_config={"methud": "suffix"})
+    with pytest.raises(ValueError, match="unknown keys"):
+        LLM(folder, max_seqs=3)
+
+
+def test_async_streams_cancel_and_close(folder, answers):
+    async def everything() -> None:
+        llm = AsyncLLM(folder, draft="suffix", check=True)
+
+        async def one(prompt: str) -> str:
+            text, last = "", None
+            async for last in llm.generate(prompt, GREEDY):
+                assert last.outputs[0].text.startswith(text)
+                text = last.outputs[0].text
+            assert last.finished
+            return text
+
+        assert await asyncio.gather(*map(one, PROMPTS)) == [a.text for a in answers]
+        with pytest.raises(ValueError, match="empty"):
+            await one("")
+        async for _ in llm.generate(PROMPTS[0], SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)):
+            break  # a client that leaves
+        for _ in range(200):
+            if not llm.llm.engine.has_work:
+                break
+            await asyncio.sleep(0.02)
+        assert not llm.llm.engine.has_work and not llm.llm.engine.cache.sequences
+        running = asyncio.create_task(one("abc" * 5))
+        await asyncio.sleep(0)
+        llm.close()
+        with pytest.raises(RuntimeError, match="stopped"):
+            await llm.generate("a").__anext__()
+        with pytest.raises((RuntimeError, ValueError)) if not running.done() else warnings.catch_warnings():
+            await running
+
+    asyncio.run(everything())
