@@ -150,7 +150,9 @@ def add(engine: Engine, prompt: Sequence[int], params: SamplingParams, *, seq_id
     return seq
 
 
-def run(engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]) -> list[Seq]:
+def run(
+    engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
+) -> list[Seq]:
     """Answer all prompts in one crowd; when idle, every page must be free."""
     many = [params] * len(prompts) if isinstance(params, SamplingParams) else params
     seqs = [add(engine, p, q, seq_id=i) for i, (p, q) in enumerate(zip(prompts, many, strict=True))]

@@ -115,7 +115,9 @@ class EngineConfig:
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), 1)
         if self.cache_gib is not None and not self.cache_gib > 0:
-            raise ValueError(f"cache_gib={self.cache_gib!r} is not usable: give a positive number of GiB or leave it out")
+            raise ValueError(
+                f"cache_gib={self.cache_gib!r} is not usable: give a positive number of GiB or leave it out"
+            )
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is below max_num_seqs={self.max_num_seqs}: "
@@ -160,7 +162,9 @@ def load_config(path: str | Path | None = None, *, overrides: Sequence[str] = ()
         try:
             tables |= tomllib.loads(Path(path).read_text())
         except FileNotFoundError:
-            raise ValueError(f"{path}: no such file; give a TOML file with the tables [engine] and [speculation]") from None
+            raise ValueError(
+                f"{path}: no such file; give a TOML file with the tables [engine] and [speculation]"
+            ) from None
         except tomllib.TOMLDecodeError as error:
             raise ValueError(f"{path}: not TOML: {error}") from None
     for override in overrides:

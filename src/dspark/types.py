@@ -69,8 +69,8 @@ class SpeculationRecord:
 
     drafted >= verified >= accepted. `num_steps` counts target passes that emitted tokens for the request, with a draft
     or not; mean accepted length (bonus included) = tokens emitted / num_steps. `accepted_at[j]` counts verified blocks
-    whose draft j was accepted, `verified_at[j]` those in which draft j was looked at, so accepted_at[j] / verified_at[0]
-    is the survival at j and accepted_at[j] / accepted_at[j-1] the conditional acceptance.
+    whose draft j was accepted, `verified_at[j]` those in which draft j was looked at, so accepted_at[j] over
+    verified_at[0] is the survival at j and accepted_at[j] over accepted_at[j-1] the conditional acceptance.
     """
 
     num_steps: int = 0
@@ -119,7 +119,15 @@ class SpeculationRecord:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
-        names = ("num_steps", "num_emitted", "num_drafted", "num_verified", "num_accepted", "verified_at", "accepted_at")
+        names = (
+            "num_steps",
+            "num_emitted",
+            "num_drafted",
+            "num_verified",
+            "num_accepted",
+            "verified_at",
+            "accepted_at",
+        )
         return {name: getattr(self, name) for name in names} | {
             "mean_accepted_length": self.mean_accepted_length,
             "acceptance_rate": self.acceptance_rate,

@@ -106,15 +106,17 @@ def test_bad_words_and_bias_are_honoured_with_drafts(plain, folder):
 
 def test_speculation_off_for_one_request(plain, folder):
     llm = plain.variant(speculation=SpeculationConfig(method="model", model=folder, policy="fixed"))
-    on, off = llm.generate(
-        [PROMPTS[0]] * 2, [GREEDY, SamplingParams(temperature=0, max_tokens=24, speculation=False)]
-    )
+    on, off = llm.generate([PROMPTS[0]] * 2, [GREEDY, SamplingParams(temperature=0, max_tokens=24, speculation=False)])
     assert on.outputs[0].token_ids == off.outputs[0].token_ids
     assert on.outputs[0].speculation.num_drafted > 0 == off.outputs[0].speculation.num_drafted
 
 
 def test_drafts_of_another_vocabulary_are_refused(plain, tmp_path_factory):
-    for options, message in (({"shift": 1}, "another vocabulary"), ({}, None), ({"num_extra": 2}, "another vocabulary")):
+    for options, message in (
+        ({"shift": 1}, "another vocabulary"),
+        ({}, None),
+        ({"num_extra": 2}, "another vocabulary"),
+    ):
         other = str(tiny_folder(tmp_path_factory.mktemp("draft"), seed=5, **options))
         speculation = SpeculationConfig(method="model", model=other)
         if message is None:

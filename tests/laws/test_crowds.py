@@ -29,7 +29,9 @@ def drafter(name, runner):
         draft = build_runner(tiny_model("qwen2", vocab_size=VOCAB, seed=1), path="torch")
         cache = KVCache(draft.layer_specs, num_pages=128, page_size=4, dtype=draft.cache_dtype)
         return ModelDrafter(draft, cache, vocab_size=VOCAB, num_valid_tokens=VOCAB)
-    return {"none": lambda: None, "suffix": SuffixDrafter, "junk": lambda: ScriptedDrafter(junk(vocab_size=VOCAB))}[name]()
+    return {"none": lambda: None, "suffix": SuffixDrafter, "junk": lambda: ScriptedDrafter(junk(vocab_size=VOCAB))}[
+        name
+    ]()
 
 
 @pytest.mark.parametrize("name", ("none", "suffix", "model", "junk"))

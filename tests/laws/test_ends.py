@@ -57,7 +57,9 @@ def expected_offset(truth, options) -> int:
     return len(truth) - 1
 
 
-@pytest.mark.parametrize("first,second", itertools.combinations_with_replacement(("eos", "stop_token", "stop_string", "length"), 2))
+@pytest.mark.parametrize(
+    "first,second", itertools.combinations_with_replacement(("eos", "stop_token", "stop_string", "length"), 2)
+)
 def test_every_pair_at_every_offset(tiny, first, second):
     runner, truth = tiny
     for a, b in itertools.product((0, 1, 3, 4, 7, 8), repeat=2):

@@ -33,7 +33,12 @@ def family(request):
     for prompt in prompts:
         ids = torch.tensor([prompt])
         out = model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW, eos_token_id=None, pad_token_id=0
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=NEW,
+            eos_token_id=None,
+            pad_token_id=0,
         )
         answers[tuple(prompt)] = out[0, len(prompt) :].tolist()
     runners = {path: build_runner(tiny_model(request.param, vocab_size=VOCAB), path=path) for path in paths()}

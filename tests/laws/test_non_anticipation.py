@@ -39,7 +39,9 @@ class Branching:
         return choice
 
     def flip(self, numerator: float, denominator: float, *, position: int) -> bool:
-        keep = min(Fraction(1), Fraction(numerator).limit_denominator(1000) / Fraction(denominator).limit_denominator(1000))
+        keep = min(
+            Fraction(1), Fraction(numerator).limit_denominator(1000) / Fraction(denominator).limit_denominator(1000)
+        )
         return self._branch([1 - keep, keep]) == 1
 
     def draw(self, weights_V: torch.Tensor, position: int) -> int:
@@ -62,7 +64,7 @@ def every_verdict(p: torch.Tensor, draft: Draft):
 
 
 def second_survival(first: int) -> float:
-    """A confidence that knows the first token when the second is about to be drawn: high after token 0, none after 1."""
+    """A confidence that knows the first token when the second is about to be drawn: high after 0, none after 1."""
     return 0.8 if first == 0 else 0.0
 
 

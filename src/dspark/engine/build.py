@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from dspark.config import EngineConfig, SpeculationConfig
 from dspark.draft.base import Drafter, registry
@@ -49,7 +50,8 @@ class Target:
     def __post_init__(self) -> None:
         loaded = self._load()
         self.tokenizer = loaded.tokenizer or Tokenizer(loaded.path)
-        self.facts = replace(loaded, model=None)
+        # What is kept must not keep the weights alive: runners hold their own.
+        self.facts = replace(loaded, model=nn.Module())
         self._fresh: LoadedModel | None = loaded
 
     def _load(self) -> LoadedModel:

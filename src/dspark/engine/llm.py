@@ -7,16 +7,17 @@ import itertools
 import random
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence as Seq
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from dspark.config import EngineConfig, SpeculationConfig, engine_config, speculation_config
 from dspark.engine.build import Progress, Target, build_engine, open_target
 from dspark.engine.ends import StopWatcher
 from dspark.engine.loop import Engine, EngineTotals
-from dspark.params import SamplingParams
 from dspark.noise import Noise
+from dspark.params import SamplingParams
 from dspark.sampling import Processors, RowSampler
 from dspark.types import CompletionOutput, Request, RequestOutput, Sequence, StepStats
 
@@ -74,7 +75,7 @@ class LLM:
         with `error` set, and a warning, and the others go on.
         """
         single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
-        items: list[Prompt] = [prompts] if single else list(prompts)  # type: ignore[list-item]
+        items = [cast(Prompt, prompts)] if single else list(cast("Seq[Prompt]", prompts))
         outputs: list[RequestOutput] = []
         groups: dict[int, Group] = {}
         for item, item_params in zip(items, _spread(params, len(items))):
@@ -103,7 +104,7 @@ class LLM:
         if not messages:
             raise ValueError("there are no messages: give at least one {'role': 'user', 'content': ...}")
         many = not isinstance(messages[0], Mapping)
-        chats = messages if many else [messages]
+        chats = cast("Seq[Seq[Message]]", messages if many else [messages])
         prompts = [self.tokenizer.apply_chat_template(list(chat), **template) for chat in chats]
         return self.generate(prompts if many else prompts[0], params, on_output=on_output)
 
@@ -173,14 +174,20 @@ class RequestMaker:
         if not ids:
             raise ValueError("the prompt is empty: give at least one token")
         if not all(0 <= token < llm.target.facts.vocab_size for token in ids):
-            raise ValueError(f"the prompt has a token id outside 0..{llm.target.facts.vocab_size - 1}: check the tokenizer")
+            raise ValueError(
+                f"the prompt has a token id outside 0..{llm.target.facts.vocab_size - 1}: check the tokenizer"
+            )
         if len(ids) >= llm.engine.max_context:
             raise ValueError(
                 f"the prompt has {len(ids)} tokens and the context holds {llm.engine.max_context}: "
                 "shorten the prompt, or raise max_model_len or cache_gib where the model allows it"
             )
         return Request(
-            id=f"request-{next(self.ids)}", prompt_token_ids=ids, params=params, prompt=text, arrival=time.perf_counter()
+            id=f"request-{next(self.ids)}",
+            prompt_token_ids=ids,
+            params=params,
+            prompt=text,
+            arrival=time.perf_counter(),
         )
 
     def sequences(self, request: Request) -> list[Sequence]:

@@ -4,7 +4,8 @@ It must never know which drafter, policy or model path it runs, or who asked."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,7 +32,8 @@ PHASES = ("admit", "limit", "draft", "plan", "pack", "run", "verify", "commit")
 class Speculator:
     """What speculation needs, in one place: who drafts, how long, and what a pass costs.
 
-    `max_tokens`: the largest draft of any row and step. `cost` None: everything drafted is verified (policy "fixed", and drafters that draft nothing).
+    `max_tokens`: the largest draft of any row and step. `cost` None: everything drafted is verified (policy "fixed",
+    and drafters that draft nothing).
     """
 
     drafter: Drafter
@@ -198,8 +200,8 @@ class Engine:
         return kept
 
     def _planned_draft_seconds(self, works: list[Work]) -> float:
-        """Draft time as foreseen *before* drafting. The time really spent depends on how far each row drafted, and so on
-        the drawn tokens: to plan with it would anticipate."""
+        """Draft time as foreseen *before* drafting. The time really spent depends on how far each row drafted, and so
+        on the drawn tokens: to plan with it would anticipate."""
         table = self.speculator.draft_cost
         limits = [work.max_drafts for work in works if work.max_drafts]
         return max(limits) * table.seconds(len(limits)) if table is not None and limits else 0.0
@@ -375,7 +377,7 @@ class Engine:
             if seq.params.logprobs is not None:
                 assert len(seq.logprobs) == seq.num_output
             if seq in self.scheduler.running:
-                for table, pool in zip(self.cache.sequences[seq.id].tables, self.cache.pools):
+                for table in self.cache.sequences[seq.id].tables:
                     assert len(table.pages) == -(-seq.num_cached // self.cache.page_size), "pages outlive a rollback"
 
 

@@ -22,12 +22,12 @@ def choose(
     list falls or stays. `cost(n)`: seconds of the step when the pass has n packed tokens. `other_rows`: packed tokens
     that are there anyway (prompt chunks). At most `max_tokens` drafts are kept over all rows.
 
-    Candidates are added in the order of survival, ties by position, then by row. The default stops at the first candidate that does
-    not raise throughput. That is what makes it lossless with sampled drafts: whether draft j is kept then depends only
-    on survivals at least as large as its own, which were all known before it was drawn (in its own row they belong to
-    earlier positions). Looking past the stop, as `search_all` does, would let a later survival, which depends on the
-    token drawn at j, decide whether j is verified (docs/losslessness.md has the counter-example). `search_all` is for
-    deterministic drafts and for capacities taken from earlier steps, where it finds the global maximum over prefixes.
+    Candidates are added in the order of survival, ties by position, then by row. The default stops at the first that
+    does not raise throughput. That is what makes it lossless with sampled drafts: whether draft j is kept then depends
+    only on survivals at least as large as its own, which were all known before it was drawn (in its own row they belong
+    to earlier positions). Looking past the stop, as `search_all` does, would let a later survival, which depends on
+    the token drawn at j, decide whether j is verified (docs/losslessness.md has the counter-example). `search_all` is
+    for deterministic drafts and for capacities taken from earlier steps; it finds the best of all prefix vectors.
     """
     num_rows = len(survivals)
     lengths = [0] * num_rows

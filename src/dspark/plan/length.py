@@ -27,7 +27,7 @@ class Features:
 
 @dataclass(frozen=True, kw_only=True)
 class Limit:
-    """At most `max_tokens` drafts; an autoregressive drafter stops a row early once its survival falls below `floor`."""
+    """At most `max_tokens` drafts; an autoregressive drafter stops a row once its survival falls below `floor`."""
 
     max_tokens: int
     floor: float = 0.0

@@ -19,6 +19,27 @@ inline bool can_use_tiles(int head_dim, int page_size, bool is_bf16) {
     return is_bf16 && head_dim % 32 == 0 && page_size % 16 == 0 && has_amx();
 }
 
+// While it lives, the calling thread's eight tiles have 16 rows of 64 bytes.
+class FullTiles {
+   public:
+    FullTiles() {
+        struct alignas(64) Config {
+            uint8_t palette = 1, start_row = 0, reserved[14] = {};
+            uint16_t bytes[16] = {};
+            uint8_t rows[16] = {};
+        } config;
+        for (int tile = 0; tile < 8; ++tile) {
+            config.bytes[tile] = 64;
+            config.rows[tile] = 16;
+        }
+        asm volatile("" : : "r"(&config) : "memory");  // the instruction reads all of it
+        _tile_loadconfig(&config);
+    }
+    ~FullTiles() { _tile_release(); }
+    FullTiles(const FullTiles&) = delete;
+    FullTiles& operator=(const FullTiles&) = delete;
+};
+
 // Per thread, in floats: queries and sums of each block, scores, packed probabilities, packed values.
 inline size_t tile_floats(int head_dim) {
     return size_t(kMaxTileBlocks * 32 * head_dim + 2 * kTileChunk * 16 + kTileChunk * head_dim / 2);
@@ -265,7 +286,7 @@ inline void finish_block(const AttentionLayer& layer, const TileBlock& block) {
     }
 }
 
-// At most 16 kMaxTileBlocks lanes. scratch: tile_floats(head_dim) floats, aligned to 64 bytes. Tiles have their full shape.
+// At most 16 kMaxTileBlocks lanes. scratch: tile_floats(head_dim) floats, aligned to 64 bytes. FullTiles must be alive.
 inline void attend_with_tiles(const AttentionLayer& layer, const LaneBlock& lanes, float* scratch) {
     const int dim = layer.head_dim, num_blocks = (lanes.end - lanes.begin + 15) / 16;
     TileBlock blocks[kMaxTileBlocks];

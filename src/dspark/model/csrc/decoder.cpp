@@ -348,8 +348,7 @@ class Pass {
     bool attend_items_with_tiles(int index, const AttentionLayer& layer) {
 #if defined(DSPARK_AMX)
         if (!can_use_tiles(layer.head_dim, layer.page_size, layer.is_bf16)) return false;
-        Tiles tiles;
-        tiles.shape(32);
+        const FullTiles tiles;
         for_my_items(index, [&](const LaneBlock& block) { attend_with_tiles(layer, block, space_.floats(tid_)); });
         return true;
 #else

@@ -22,7 +22,8 @@ constexpr int kMaxWalkRows = 512;
 constexpr int kGroupPanels = 8;
 constexpr int kVectorRows4 = 4;     // I4: up to here the vector kernel keeps up with the memory
 constexpr int kFlatRows = 32;        // up to here weights are read from memory once and sums stay in registers
-constexpr int kFewBlocks = 4;        // BF12 blocks decoded at a time while rows are few (8 KB)
+constexpr int kFewBlocks = 4;        // BF12 blocks decoded at a time while rows are few (8 KB) ...
+constexpr int kMaxDecoded = 64;      // ... and while they are many (128 KB)
 constexpr int kCachedLines = 4096;   // 256 KB of activations
 
 inline int even_part(int total, int most) {
@@ -33,23 +34,18 @@ inline int even_part(int total, int most) {
 inline Walk plan_walk(int32_t kind, int blocks, int rows) {
   if (rows <= kFlatRows) return {rows, kind == BF12 ? std::min(kFewBlocks, blocks) : blocks, 1};
   const int part = even_part(rows, kMaxWalkRows);
-  const int most = std::min(kind == BF12 ? 64 : 1 << 20, std::max(8, kCachedLines / part));
+  // A group of I4 is small, half a line of activations and 576 bytes of weights: take four for one.
+  const int cached = (kind == I4 ? 4 : 1) * kCachedLines / part;
+  const int most = std::min(kind == BF12 ? kMaxDecoded : 1 << 20, std::max(8, cached));
   const int chunk = even_part(blocks, most);
   return {part, chunk, chunk == blocks ? 1 : kGroupPanels};
 }
 
-// Scratch of one thread in run(), for up to `rows` rows.
+// Scratch of one thread in run(), for any number of rows up to `rows`. A bound over all walks.
 inline size_t scratch_bytes(int32_t kind, int64_t k, int rows) {
-  size_t sums = 0, decoded = 0;
-  const int blocks = num_blocks(kind, k);
-  // A call with fewer rows may cut differently, so take the largest of the shapes.
-  for (const int m : {std::min(rows, kFlatRows), std::min(rows, kMaxWalkRows), rows}) {
-    const Walk walk = plan_walk(kind, blocks, std::max(m, 1));
-    sums = std::max(sums, size_t(walk.rows) * walk.panels * kPanel * 4);
-    decoded = std::max(decoded, size_t(walk.blocks) * kBlockBytes);
-  }
-  sums = std::max(sums, size_t(std::min(rows, kMaxWalkRows)) * kGroupPanels * kPanel * 4);
-  return 64 + sums + (kind == BF12 ? std::max(decoded, size_t(64) * kBlockBytes) : 0);
+  const size_t sums = size_t(std::min(rows, kMaxWalkRows)) * (rows > kFlatRows ? kGroupPanels : 1) * kPanel * 4;
+  const size_t decoded = kind == BF12 ? size_t(std::min(num_blocks(kind, k), kMaxDecoded)) * kBlockBytes : 0;
+  return 64 + sums + decoded;
 }
 
 // Sums of one row and panel -> out: scales, bias, and the sum with what was there.
@@ -85,21 +81,22 @@ inline const uint8_t* panel_start(const Linear& linear, int panel) {
   return linear.data + size_t(panel) * linear.blocks * bytes;
 }
 
-// One chunk for all rows. Its own weights are streamed by the first rows; while the others reuse them, the next
-// `ahead_bytes` weights come in bit by bit.
+// One chunk for all rows. Few rows stream its weights as they go (the caller's `ahead_lines`); under many rows the next
+// `ahead_bytes` of weights come in bit by bit.
 template <class Kernel>
 inline void multiply_chunk(Kernel& kernel, Chunk chunk, int rows, size_t ahead_bytes) {
   auto* acc = static_cast<typename Kernel::Acc*>(chunk.acc);
   const uint8_t* a = chunk.a;
   const uint8_t* ahead = chunk.ahead;
   const int calls = (rows + Kernel::kRows - 1) / Kernel::kRows;
+  const int own = chunk.ahead_lines;
   const int lines = int(ahead_bytes / 64 / (size_t(calls) * chunk.blocks)) + 1;
   for (int r = 0; r < rows; r += Kernel::kRows) {
     chunk.rows = std::min(Kernel::kRows, rows - r);
     chunk.a = a + r * chunk.lda;
     chunk.acc = acc + int64_t(r) * kPanel;
     chunk.ahead = ahead;
-    chunk.ahead_lines = calls == 1 ? kStream : lines;
+    chunk.ahead_lines = calls > 2 ? lines : r == 0 ? own : 0;
     kernel(chunk);
     ahead += size_t(lines) * chunk.blocks * 64;
   }
@@ -120,14 +117,14 @@ void run_group(Kernel& kernel, const Linear& linear, const uint8_t* a, int rows,
   for (int b = 0; b < linear.blocks; b += step) {
     const int blocks = std::min(step, linear.blocks - b);
     for (int p = 0; p < panels; ++p) {
-      Chunk chunk{place[p], a, lda, 0, b, blocks, linear.blocks, nullptr, nullptr, 0, nullptr, nullptr};
+      Chunk chunk{place[p], a, lda, 0, b, blocks, linear.blocks, nullptr, nullptr, kStream, nullptr, nullptr};
       const uint16_t* table = linear.table + size_t(panel + p) * 32;
       const uint8_t* flags = linear.flags + size_t(panel + p) * linear.blocks + b;
       if (fused) {
         chunk.table = table, chunk.flags = flags;
       } else if (packed) {
         place[p] = bf12_decode(place[p], table, flags, blocks, decoded);
-        chunk.w = decoded;
+        chunk.w = decoded, chunk.ahead_lines = 0;
       } else {
         place[p] += blocks * block_bytes;
       }
