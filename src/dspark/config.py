@@ -111,10 +111,12 @@ class EngineConfig:
         _choice("quantization", self.quantization, (None, "int8", "int4"))
         for name in ("max_num_seqs", "max_num_batched_tokens", "page_size"):
             _at_least(name, getattr(self, name), 1)
+        for name in ("exact", "prefix_reuse", "check"):
+            _choice(name, getattr(self, name), (True, False))
         for name in ("threads", "max_model_len"):
             if getattr(self, name) is not None:
                 _at_least(name, getattr(self, name), 1)
-        if self.cache_gib is not None and not self.cache_gib > 0:
+        if self.cache_gib is not None and not (isinstance(self.cache_gib, (int, float)) and self.cache_gib > 0):
             raise ValueError(
                 f"cache_gib={self.cache_gib!r} is not usable: give a positive number of GiB or leave it out"
             )
@@ -134,6 +136,8 @@ class Config:
 
 
 def _build(cls: type, values: Mapping[str, Any], where: str) -> Any:
+    if not isinstance(values, Mapping):
+        raise ValueError(f"{where} is {values!r}, not a table of settings: write the keys under it, one a line")
     known = {f.name for f in fields(cls)}
     if unknown := sorted(set(values) - known):
         raise ValueError(f"unknown keys {unknown} in {where}: known are {sorted(known)}")
@@ -176,7 +180,9 @@ def load_config(path: str | Path | None = None, *, overrides: Sequence[str] = ()
             parsed = tomllib.loads(f"value = {value}")["value"]
         except tomllib.TOMLDecodeError:
             parsed = value.strip()
-        tables.setdefault(table, {})[name] = parsed
+        if not isinstance(tables.setdefault(table, {}), dict):
+            raise ValueError(f"{table} is {tables[table]!r}, not a table of settings: write the keys under it")
+        tables[table][name] = parsed
     if unknown := sorted(set(tables) - {"engine", "speculation"}):
         raise ValueError(f"unknown tables {unknown}: known are ['engine', 'speculation']")
     return Config(

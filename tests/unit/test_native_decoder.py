@@ -144,7 +144,11 @@ def reference(w: DecoderWeights, tokens: Sequence[int]) -> tuple[Tensor, list[Te
     for layer in w.layers:
         x = x + _norm(_attend(w, layer, _norm(x, layer.attn_norm, w.eps)), layer.post_attn_norm, w.eps)
         gate, up = (_norm(x, layer.mlp_norm, w.eps) @ layer.gate_up.double().T).chunk(2, dim=1)
-        act = torch.nn.functional.silu(gate) if w.activation == "silu" else torch.nn.functional.gelu(gate, approximate="tanh")
+        act = (
+            torch.nn.functional.silu(gate)
+            if w.activation == "silu"
+            else torch.nn.functional.gelu(gate, approximate="tanh")
+        )
         x = x + _norm((act * up) @ layer.down.double().T, layer.post_mlp_norm, w.eps)
         taps.append(x)
     taps[-1] = _norm(x, w.norm, w.eps)
@@ -290,7 +294,9 @@ def test_page_size_changes_no_bit(page_size: int) -> None:
 def test_compression_changes_no_bit() -> None:
     weights = variant("head_64", dtype=torch.bfloat16)
     tokens = text(64)
-    plain, packed = (Driver(NativeRunner(weights, threads=2, compress=c)).feed(0, tokens, [40, 1]) for c in (False, True))
+    plain, packed = (
+        Driver(NativeRunner(weights, threads=2, compress=c)).feed(0, tokens, [40, 1]) for c in (False, True)
+    )
     assert torch.equal(plain, packed)
 
 

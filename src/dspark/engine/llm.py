@@ -53,7 +53,7 @@ class LLM:
         self.speculation = speculation
         self.tokenizer = target.tokenizer
         self.engine: Engine = build_engine(target, config, speculation)
-        self.requests = RequestMaker(self)
+        self.requests = RequestMaker(target, self.engine, seed=config.seed)
 
     def variant(self, *, speculation: SpeculationConfig, **engine: Any) -> LLM:
         """Another engine over the same loaded weights, with a cache and a drafter of its own: for paired runs."""
@@ -159,27 +159,27 @@ class LLM:
 class RequestMaker:
     """From a prompt and parameters to queued sequences, with every check at the door."""
 
-    def __init__(self, llm: LLM) -> None:
-        self.llm = llm
+    def __init__(self, target: Target, engine: Engine, *, seed: int | None) -> None:
+        self.target = target
+        self.engine = engine
+        self.seed = seed
         self.ids = itertools.count()
-        self.seeds = random.Random(llm.engine_config.seed)
+        self.seeds = random.Random(seed)
         self.cached_processors: dict[int, tuple[SamplingParams, Processors]] = {}
 
     def make(self, prompt: Prompt, params: SamplingParams) -> Request:
         """A checked request. Raises ValueError for an empty prompt, an unknown token id, or a prompt that leaves no
         room in the context."""
-        llm = self.llm
+        facts, tokenizer = self.target.facts, self.target.tokenizer
         text = prompt if isinstance(prompt, str) else None
-        ids = llm.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
+        ids = tokenizer.encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
         if not ids:
             raise ValueError("the prompt is empty: give at least one token")
-        if not all(0 <= token < llm.target.facts.vocab_size for token in ids):
+        if not all(0 <= token < facts.vocab_size for token in ids):
+            raise ValueError(f"the prompt has a token id outside 0..{facts.vocab_size - 1}: check the tokenizer")
+        if len(ids) >= self.engine.max_context:
             raise ValueError(
-                f"the prompt has a token id outside 0..{llm.target.facts.vocab_size - 1}: check the tokenizer"
-            )
-        if len(ids) >= llm.engine.max_context:
-            raise ValueError(
-                f"the prompt has {len(ids)} tokens and the context holds {llm.engine.max_context}: "
+                f"the prompt has {len(ids)} tokens and the context holds {self.engine.max_context}: "
                 "shorten the prompt, or raise max_model_len or cache_gib where the model allows it"
             )
         return Request(
@@ -192,7 +192,7 @@ class RequestMaker:
 
     def sequences(self, request: Request) -> list[Sequence]:
         """The n sequences of a request, queued in the engine."""
-        llm, params = self.llm, request.params
+        params = request.params
         processors = self._processors(params)
         result = []
         for index in range(params.n):
@@ -202,17 +202,17 @@ class RequestMaker:
                 params, processors, tokens=prompt, num_prompt=len(prompt), index=index, noise=self._noise(params, index)
             )
             watcher = StopWatcher(
-                llm.tokenizer.stream(skip_special_tokens=params.skip_special_tokens, prompt_ids=prompt),
+                self.target.tokenizer.stream(skip_special_tokens=params.skip_special_tokens, prompt_ids=prompt),
                 stop=params.stop,
                 include_stop=params.include_stop_str_in_output,
             )
-            llm.engine.add(seq, sampler, watcher)
+            self.engine.add(seq, sampler, watcher)
             result.append(seq)
         return result
 
     def _noise(self, params: SamplingParams, index: int) -> Noise | None:
         """Unseeded answers draw their seed from the engine's, where one is set; else from the system."""
-        if params.seed is None and self.llm.engine_config.seed is not None:
+        if params.seed is None and self.seed is not None:
             return Noise(self.seeds.getrandbits(63), coupled=False)
         return None
 
@@ -221,7 +221,7 @@ class RequestMaker:
         if known is None or known[0] is not params:
             if len(self.cached_processors) > 256:
                 self.cached_processors.clear()
-            facts = self.llm.target.facts
+            facts = self.target.facts
             built = Processors.build(
                 params,
                 vocab_size=facts.vocab_size,
@@ -235,7 +235,7 @@ class RequestMaker:
     def _bad_words_ids(self, params: SamplingParams) -> list[list[int]]:
         """Each bad word as it is spelled at the start of a text and after a space."""
         spellings = [prefix + word for word in params.bad_words for prefix in ("", " ")]
-        ids = [self.llm.tokenizer.encode(text, add_special_tokens=False) for text in spellings]
+        ids = [self.target.tokenizer.encode(text, add_special_tokens=False) for text in spellings]
         return [list(word) for word in dict.fromkeys(tuple(word) for word in ids if word)]
 
 

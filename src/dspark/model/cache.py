@@ -4,6 +4,7 @@ It must never copy a key, and never let a page be free and owned, or owned witho
 from __future__ import annotations
 
 import hashlib
+import math
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -86,6 +87,17 @@ class PagePool:
             self.key_of[page] = key
 
 
+def _zeros(shape: tuple[int, ...], *, dtype: torch.dtype, device: str | torch.device) -> torch.Tensor:
+    """Zeros that on a CPU take memory only where they are written: a cache is made for the worst case, and torch.zeros
+    would touch every page of it. Aligned to 64 bytes for vector loads."""
+    if torch.device(device).type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * torch.empty(0, dtype=dtype).element_size()
+    raw = np.zeros(num_bytes + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return torch.from_numpy(raw[start : start + num_bytes]).view(dtype).view(shape)
+
+
 class KVCache:
     """Keys and values of one model for many sequences.
 
@@ -115,8 +127,8 @@ class KVCache:
         self.keys, self.values = [], []
         for spec, group in zip(layers, self.group_of):
             shape = (sizes[group], page_size, spec.num_kv_heads, spec.head_dim)
-            self.keys.append(torch.zeros(shape, dtype=dtype, device=device))
-            self.values.append(torch.zeros(shape, dtype=dtype, device=device))
+            self.keys.append(_zeros(shape, dtype=dtype, device=device))
+            self.values.append(_zeros(shape, dtype=dtype, device=device))
         self.sequences: dict[int, _Entry] = {}
 
     # -- a sequence's life: open, reserve, commit, (reserve, commit)*, close

@@ -43,7 +43,8 @@ inline size_t attention_floats(int head_dim) {  // per thread
 
 // Element offset of a position's vector for the block's key-value head.
 inline int64_t cache_offset(const AttentionLayer& layer, const LaneBlock& block, int position) {
-    const int64_t slot = int64_t(block.table[position / layer.page_size]) * layer.page_size + position % layer.page_size;
+    const int64_t page = block.table[position / layer.page_size];
+    const int64_t slot = page * layer.page_size + position % layer.page_size;
     return (slot * layer.num_kv_heads + block.kv_head) * layer.head_dim;
 }
 
@@ -147,15 +148,19 @@ inline void limit_lanes(const AttentionLayer& layer, const LaneBlock& block, Sof
         softmax.limit(lane - block.begin, block.positions[block.first_row + lane / layer.group_size], layer.window);
 }
 
+// The lane's query head among all of its row.
+inline int lane_head(const AttentionLayer& layer, const LaneBlock& block, int lane) {
+    return block.kv_head * layer.group_size + lane % layer.group_size;
+}
+
 inline const float* lane_query(const AttentionLayer& layer, const LaneBlock& block, int lane) {
     const int row = block.first_row + lane / layer.group_size;
-    return layer.q + row * layer.q_stride + (block.kv_head * layer.group_size + lane % layer.group_size) * layer.head_dim;
+    return layer.q + row * layer.q_stride + lane_head(layer, block, lane) * layer.head_dim;
 }
 
 inline float* lane_out(const AttentionLayer& layer, const LaneBlock& block, int lane) {
     const int row = block.first_row + lane / layer.group_size;
-    return layer.out + row * layer.out_stride +
-           (block.kv_head * layer.group_size + lane % layer.group_size) * layer.head_dim;
+    return layer.out + row * layer.out_stride + lane_head(layer, block, lane) * layer.head_dim;
 }
 
 // At most kLanes lanes. scratch: attention_floats(head_dim) floats.

@@ -131,24 +131,24 @@ inline void pack_probabilities(const float* probabilities, uint16_t* packed) {
     }
 }
 
-// Values of positions first .. first + count - 1 -> tiles (half, e / 16): row position / 2, column e, word position % 2.
-// Positions outside `seen` become zero, whatever lies there.
-inline void pack_values(const AttentionLayer& layer, const LaneBlock& block, int first, int count, LaneSpan seen,
+// Values of 16 positions from `first` on -> half of the tiles of 32: tile e / 16, row position / 2, column e, word
+// position % 2. Positions outside `seen` become zero, whatever lies there.
+inline void pack_values(const AttentionLayer& layer, const LaneBlock& block, int first, LaneSpan seen,
                         uint16_t* packed) {
     const int dim = layer.head_dim;
-    const auto* values = static_cast<const uint16_t*>(layer.values);
-    for (int i = 0; i < count; i += 2) {
+    const int64_t step = int64_t(layer.num_kv_heads) * dim;
+    const auto* even = static_cast<const uint16_t*>(layer.values);
+    if (first <= seen.last) even += cache_offset(layer, block, first);
+    for (int i = 0; i < 16; i += 2, packed += 32, even += 2 * step) {
         const int position = first + i;
-        const uint16_t* even = values + cache_offset(layer, block, std::min(position, seen.last));
-        const uint16_t* odd = even + int64_t(layer.num_kv_heads) * dim;
         const __mmask32 even_mask = position >= seen.first && position <= seen.last ? ~0u : 0u;
         const __mmask32 odd_mask = position + 1 >= seen.first && position + 1 <= seen.last ? ~0u : 0u;
-        uint16_t* out = packed + i / 32 * 32 * dim + i % 32 / 2 * 32;
         for (int e = 0; e < dim; e += 32) {
             const __m512i a = _mm512_maskz_loadu_epi16(even_mask, even + e);
-            const __m512i b = _mm512_maskz_loadu_epi16(odd_mask, odd + e);
-            _mm512_store_si512(out + e * 32, interleave_halves(_mm512_inserti64x4(a, _mm512_castsi512_si256(b), 1)));
-            _mm512_store_si512(out + (e + 16) * 32, interleave_halves(_mm512_shuffle_i64x2(a, b, 0xee)));
+            const __m512i b = _mm512_maskz_loadu_epi16(odd_mask, even + step + e);
+            uint16_t* out = packed + e * 32;
+            _mm512_store_si512(out, interleave_halves(_mm512_inserti64x4(a, _mm512_castsi512_si256(b), 1)));
+            _mm512_store_si512(out + 512, interleave_halves(_mm512_shuffle_i64x2(a, b, 0xee)));
         }
     }
 }
@@ -220,15 +220,16 @@ inline void scale_lanes(Vec scale, int num_lanes, int dim, float* sums) {
 
 // Rows lie apart, which the processor does not foresee: ask for the next chunk's while this one is worked on.
 inline void prefetch_chunk(const AttentionLayer& layer, const LaneBlock& block, int first, int last) {
-    const auto* keys = static_cast<const char*>(layer.keys);
-    const auto* values = static_cast<const char*>(layer.values);
-    const int width = layer.head_dim * 2;
-    for (int position = first; position <= last; ++position) {
-        const int64_t offset = cache_offset(layer, block, position) * 2;
-        for (int byte = 0; byte < width; byte += 64) {
-            __builtin_prefetch(keys + offset + byte, 0, 2);
-            __builtin_prefetch(values + offset + byte, 0, 2);
-        }
+    const int64_t step = int64_t(layer.num_kv_heads) * layer.head_dim * 2;
+    for (int start = first; start <= last; start += 16) {
+        const int64_t offset = cache_offset(layer, block, start) * 2;
+        const char* keys = static_cast<const char*>(layer.keys) + offset;
+        const char* values = static_cast<const char*>(layer.values) + offset;
+        for (int i = 0; i < 16; ++i, keys += step, values += step)
+            for (int byte = 0; byte < layer.head_dim * 2; byte += 64) {
+                __builtin_prefetch(keys + byte, 0, 2);
+                __builtin_prefetch(values + byte, 0, 2);
+            }
     }
 }
 
@@ -249,7 +250,8 @@ struct TileScratch {
 };
 
 // The 64 positions of one chunk for one block; values are packed for positions from `begin` on.
-inline void attend_chunk(const AttentionLayer& layer, TileBlock& block, int begin, int end, const TileScratch& scratch) {
+inline void attend_chunk(const AttentionLayer& layer, TileBlock& block, int begin, int end,
+                         const TileScratch& scratch) {
     const int num_tiles = (end - begin + 15) / 16, halves = (num_tiles + 1) / 2;
     // The compiler does not know which memory tile instructions read and write.
     asm volatile("" : : : "memory");
@@ -304,7 +306,11 @@ inline void attend_with_tiles(const AttentionLayer& layer, const LaneBlock& lane
         const int begin = std::max(chunk, all.first / 32 * 32);  // a tile sums 32 positions: fixed ones, for the law
         const int end = std::min(chunk + kTileChunk, all.last + 1);
         if (num_blocks == 1) prefetch_chunk(layer, lanes, end, std::min(end + kTileChunk - 1, all.last));
-        pack_values(layer, lanes, begin, (end - begin + 31) / 32 * 32, all, shared.values);
+        for (int i = 0; i < end - begin; i += 32) {
+            uint16_t* half = shared.values + i * dim;
+            pack_values(layer, lanes, begin + i, all, half);
+            pack_values(layer, lanes, begin + i + 16, all, half + 256);
+        }
         for (int i = 0; i < num_blocks; ++i) {
             const LaneSpan& span = blocks[i].softmax.span;
             if (span.first < end && span.last >= begin)

@@ -42,7 +42,9 @@ inline size_t round_up(size_t value, size_t unit) { return (value + unit - 1) / 
 // Inputs along K that one block covers.
 inline int block_inputs(int32_t kind) { return kind == F32 ? 16 : kind == I8 ? 64 : 32; }
 
-inline int num_blocks(int32_t kind, int64_t k) { return int(round_up(size_t(k), block_inputs(kind)) / block_inputs(kind)); }
+inline int num_blocks(int32_t kind, int64_t k) {
+  return int(round_up(size_t(k), block_inputs(kind)) / block_inputs(kind));
+}
 
 inline int num_panels(int64_t n) { return int((n + kPanel - 1) / kPanel); }
 

@@ -1,8 +1,8 @@
 // The AMX kernel of I4, for more than a few rows.
 // Never differs from the vector kernel in a bit: group sums are exact integers, and the float sum has the same order.
 //
-// Three stages work on different pairs of groups at once, because a tile can neither be loaded from stores nor read back
-// by vectors before they have left the core: unpack pair p, multiply pair p - 1, add pair p - 2 to the float sums.
+// Three stages work on different pairs of groups at once, because a tile can neither be loaded from stores nor read
+// back by vectors before they have left the core: unpack pair p, multiply pair p - 1, add pair p - 2 to the sums.
 #pragma once
 
 #include "linear_amx.h"

@@ -7,7 +7,7 @@
 
 #include "linear.h"
 
-#if defined(__AVX512BW__)
+#if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
@@ -32,6 +32,20 @@ inline void bf12_decode_quad(const uint8_t* src, const uint16_t* table, uint8_t*
   step(_mm512_srli_epi16(nibbles, 4), 1);
   step(_mm512_srli_epi16(nibbles, 8), 2);
   step(_mm512_srli_epi16(nibbles, 12), 3);
+#elif defined(__AVX2__)
+  const __m256i words = _mm256_srli_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(table)), 7);
+  const __m256i exponents = _mm256_permute4x64_epi64(_mm256_packus_epi16(words, words), 0x88);  // 16 bytes, twice
+  const __m256i keep = _mm256_set1_epi16(short(0x807f)), low = _mm256_set1_epi16(15), byte = _mm256_set1_epi16(255);
+  for (int part = 0; part < 2; ++part) {
+    __m256i nibbles = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(src + 32 * part));
+    for (int j = 0; j < 4; ++j, nibbles = _mm256_srli_epi16(nibbles, 4)) {
+      const __m256i found = _mm256_shuffle_epi8(exponents, _mm256_and_si256(nibbles, low));
+      const __m256i exponent = _mm256_slli_epi16(_mm256_and_si256(found, byte), 7);
+      const auto* sm = reinterpret_cast<const __m128i*>(src + 64 + 32 * j + 16 * part);
+      const __m256i rest = _mm256_and_si256(_mm256_cvtepi8_epi16(_mm_loadu_si128(sm)), keep);
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(dst + 64 * j + 32 * part), _mm256_or_si256(rest, exponent));
+    }
+  }
 #else
   for (int j = 0; j < 4; ++j) {
     for (int i = 0; i < 32; ++i) {
@@ -47,14 +61,9 @@ inline void bf12_decode_quad(const uint8_t* src, const uint16_t* table, uint8_t*
 
 // Decode one block into `dst` (2048 bytes); returns where the next block starts.
 inline const uint8_t* bf12_decode_block(const uint8_t* src, const uint16_t* table, uint8_t raw, uint8_t* dst) {
-  for (int i = 0; i < kQuads * kQuadBytes; i += 64) __builtin_prefetch(src + kStreamAhead + i);
-  if (__builtin_expect(raw == 0, 1)) {
-    for (int quad = 0; quad < kQuads; ++quad)
-      bf12_decode_quad(src + quad * kQuadBytes, table, dst + quad * kRawQuadBytes);
-    return src + kQuads * kQuadBytes;
-  }
   for (int quad = 0; quad < kQuads; ++quad, dst += kRawQuadBytes) {
-    if (raw >> quad & 1) {
+    for (int i = 0; i < kQuadBytes; i += 64) __builtin_prefetch(src + kStreamAhead + i);
+    if (__builtin_expect(raw >> quad & 1, 0)) {
       std::memcpy(dst, src, kRawQuadBytes);
       src += kRawQuadBytes;
     } else {
@@ -72,7 +81,7 @@ inline const uint8_t* bf12_decode(const uint8_t* src, const uint16_t* table, con
   return src;
 }
 
-// The 16 most frequent exponents of a panel, twice, shifted to bits 7..14; `index` maps an exponent to its entry or 255.
+// The 16 most frequent exponents of a panel, twice, shifted to bits 7..14; `index`: from exponent to entry, or 255.
 inline void bf12_table(const uint16_t* panel, int64_t count, uint16_t* table, uint8_t* index) {
   uint32_t seen[4][256] = {};
   for (int64_t i = 0; i < count; i += 4)

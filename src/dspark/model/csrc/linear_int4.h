@@ -5,9 +5,12 @@
 // holds, low nibble first, inputs 8i+e and 8i+4+e of column c, as value + 8.
 #pragma once
 
+#include <cmath>
+
+#include "linear_plain.h"
 #include "linear_rows.h"
 
-#if defined(__AVX512VNNI__) || defined(__AVX2__)
+#if defined(__AVX512VNNI__)
 #include <immintrin.h>
 #endif
 
@@ -147,50 +150,7 @@ struct Int4Kernel {
 
 #else
 
-struct Int4Kernel {
-  using Acc = float;
-  static constexpr int kRows = 4;
-  static constexpr bool kDecodes = false;  // BF12 must be decoded before
-
-  void operator()(const Chunk& chunk) {
-    auto* acc = static_cast<float*>(chunk.acc);
-    if (chunk.first_block == 0) std::fill(acc, acc + chunk.rows * kPanel, 0.0f);
-    const uint8_t* w = chunk.w;
-    for (int g = chunk.first_block; g < chunk.first_block + chunk.blocks; ++g, w += kGroup4Bytes) {
-      int8_t wide[kGroup4][kPanel];  // unpacked once for all rows of the chunk
-      unpack(w, wide);
-      float scale[kPanel];
-      for (int c = 0; c < kPanel; ++c) {
-        uint16_t narrow;
-        std::memcpy(&narrow, w + 512 + 2 * c, 2);
-        scale[c] = from_bf16(narrow);
-      }
-      for (int r = 0; r < chunk.rows; ++r) {
-        const Int4Row row = int4_row(chunk, r);
-        int32_t dot[kPanel] = {};
-        for (int i = 0; i < kGroup4; i += 8) {
-          int16_t part[kPanel] = {};  // 8 x 8 x 127 fits
-          for (int j = i; j < i + 8; ++j)
-            for (int c = 0; c < kPanel; ++c) part[c] = int16_t(part[c] + wide[j][c] * row.q[g * kGroup4 + j]);
-          for (int c = 0; c < kPanel; ++c) dot[c] += part[c];
-        }
-        for (int c = 0; c < kPanel; ++c)
-          acc[r * kPanel + c] = madd(float(dot[c]), scale[c] * row.scale[g], acc[r * kPanel + c]);
-      }
-    }
-  }
-
-  static void unpack(const uint8_t* w, int8_t (*wide)[kPanel]) {
-    for (int h = 0; h < 2; ++h)
-      for (int i = 0; i < 4; ++i)
-        for (int c = 0; c < 16; ++c)
-          for (int e = 0; e < 4; ++e) {
-            const uint8_t both = w[h * 256 + i * 64 + c * 4 + e];
-            wide[8 * i + e][h * 16 + c] = int8_t((both & 15) - 8);
-            wide[8 * i + 4 + e][h * 16 + c] = int8_t((both >> 4) - 8);
-          }
-  }
-};
+using Int4Kernel = PlainInt4Kernel;
 
 #endif
 

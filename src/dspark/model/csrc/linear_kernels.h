@@ -1,7 +1,8 @@
-// Kernels of the stepped kinds (F32, BF16, I8) for vector units: AVX-512 where its dot products exist, else plain C++.
+// Vector kernels of F32, BF16 and I8: AVX-512 where its dot products exist, else those of linear_plain.h.
 // Never splits the sum of an element: one accumulator runs over K from first to last, whatever the number of rows.
 #pragma once
 
+#include "linear_plain.h"
 #include "linear_rows.h"
 
 #if defined(__AVX512F__) && defined(__AVX512BW__)
@@ -9,65 +10,6 @@
 #endif
 
 namespace dspark {
-
-// acc (+)= 4 bytes of activation times 4 bytes of weight, for 16 columns, in plain C++.
-struct PlainF32 {
-  using Acc = float;
-  static void dot(float* acc, const uint32_t* w, uint32_t a) {
-    const float x = bits_float(a);
-    for (int c = 0; c < 16; ++c) acc[c] = madd(bits_float(w[c]), x, acc[c]);
-  }
-};
-
-struct PlainBf16 {
-  using Acc = float;
-  static void dot(float* acc, const uint32_t* w, uint32_t a) {
-    const float x0 = bits_float(a << 16), x1 = bits_float(a & 0xffff0000u);
-    for (int c = 0; c < 16; ++c) {
-      const float first = madd(bits_float(w[c] << 16), x0, acc[c]);
-      acc[c] = madd(bits_float(w[c] & 0xffff0000u), x1, first);
-    }
-  }
-};
-
-struct PlainI8 {
-  using Acc = int32_t;
-  static void dot(int32_t* acc, const uint32_t* w, uint32_t a) {
-    const int32_t x0 = int8_t(a), x1 = int8_t(a >> 8), x2 = int8_t(a >> 16), x3 = int8_t(a >> 24);
-    for (int c = 0; c < 16; ++c)
-      acc[c] += int32_t(w[c] & 255) * x0 + int32_t(w[c] >> 8 & 255) * x1 + int32_t(w[c] >> 16 & 255) * x2 +
-                int32_t(w[c] >> 24) * x3;
-  }
-};
-
-template <class Dot>
-struct PlainKernel {
-  using Acc = typename Dot::Acc;
-  static constexpr int kRows = 4;
-  static constexpr bool kDecodes = false;  // BF12 must be decoded before
-
-  void operator()(const Chunk& chunk) {
-    auto* acc = static_cast<Acc*>(chunk.acc);
-    if (chunk.first_block == 0) std::fill(acc, acc + chunk.rows * kPanel, Acc(0));
-    for (int b = 0; b < chunk.blocks; ++b) {
-      const uint8_t* w = chunk.w + int64_t(b) * kBlockBytes;
-      for (int r = 0; r < chunk.rows; ++r)
-        for (int h = 0; h < 2; ++h)
-          block(acc + r * kPanel + h * 16, w + h * 1024, chunk.a + r * chunk.lda + (chunk.first_block + b) * 64);
-    }
-  }
-
-  static void block(Acc* acc, const uint8_t* w, const uint8_t* a) {
-    Acc sum[16];
-    std::memcpy(sum, acc, sizeof sum);
-    for (int s = 0; s < kSteps; ++s) {
-      uint32_t word;
-      std::memcpy(&word, a + s * 4, 4);
-      Dot::dot(sum, reinterpret_cast<const uint32_t*>(w + s * 64), word);
-    }
-    std::memcpy(acc, sum, sizeof sum);
-  }
-};
 
 #if defined(__AVX512F__) && defined(__AVX512BW__)
 

@@ -81,8 +81,8 @@ inline const uint8_t* panel_start(const Linear& linear, int panel) {
   return linear.data + size_t(panel) * linear.blocks * bytes;
 }
 
-// One chunk for all rows. Few rows stream its weights as they go (the caller's `ahead_lines`); under many rows the next
-// `ahead_bytes` of weights come in bit by bit.
+// One chunk for all rows. Few rows stream its weights as they go (the caller's `ahead_lines`); under many rows the
+// next `ahead_bytes` of weights come in bit by bit.
 template <class Kernel>
 inline void multiply_chunk(Kernel& kernel, Chunk chunk, int rows, size_t ahead_bytes) {
   auto* acc = static_cast<typename Kernel::Acc*>(chunk.acc);
@@ -104,8 +104,8 @@ inline void multiply_chunk(Kernel& kernel, Chunk chunk, int rows, size_t ahead_b
 
 // One group of panels for one part of the rows.
 template <class Kernel>
-void run_group(Kernel& kernel, const Linear& linear, const uint8_t* a, int rows, const Walk& walk, int panel, int panels,
-               uint8_t* scratch, const Output& to) {
+void run_group(Kernel& kernel, const Linear& linear, const uint8_t* a, int rows, const Walk& walk, int panel,
+               int panels, uint8_t* scratch, const Output& to) {
   using Acc = typename Kernel::Acc;
   const int64_t lda = int64_t(prepared_bytes(linear.kind, linear.k));
   const bool packed = linear.kind == BF12, fused = packed && Kernel::kDecodes && rows <= Kernel::kRows;
