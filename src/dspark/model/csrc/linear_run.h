@@ -133,10 +133,12 @@ void run_group(Kernel& kernel, const Linear& linear, const uint8_t* a, int rows,
       multiply_chunk(kernel, chunk, rows, blocks * block_bytes);
     }
   }
-  for (int p = 0; p < panels; ++p)
+  for (int p = 0; p < panels; ++p) {
+    const Acc* acc = reinterpret_cast<const Acc*>(scratch) + size_t(p) * rows * kPanel;
+    float* out = to.out + int64_t(panel + p) * kPanel;
     for (int r = 0; r < rows; ++r)
-      finish_row(linear, reinterpret_cast<const Acc*>(scratch) + (size_t(p) * rows + r) * kPanel, a + r * lda, panel + p,
-                 to.out + r * to.ldo + int64_t(panel + p) * kPanel, to.accumulate);
+      finish_row(linear, acc + r * kPanel, a + r * lda, panel + p, out + r * to.ldo, to.accumulate);
+  }
 }
 
 template <class Kernel>
