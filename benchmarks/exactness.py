@@ -2,8 +2,8 @@
 
     python benchmarks/exactness.py MODEL --data FOLDER [--drafts ngram,suffix,NAME:int4] [--prompts 60] [--batches 1,8]
 
-Plain exact decoding alone, one prompt after another, is the reference; every drafter at every batch size must give its
-tokens, bit for bit. Prints a line for each and appends JSON lines with provenance to --out. Exit code 1 on a difference.
+Plain exact decoding alone, one prompt after another, is the reference; every drafter at every batch size must give
+its tokens. Prints a line for each and appends JSON lines with provenance to --out. Exit code 1 on a difference.
 """
 
 from __future__ import annotations

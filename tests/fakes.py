@@ -124,6 +124,7 @@ def make_engine(
         page_size=page_size,
         prefix_reuse=prefix_reuse,
         dtype=runner.cache_dtype,
+        device=runner.device,
     )
     if speculator is None:
         speculator = Speculator(drafter=drafter or NoDrafter(), policy=FixedLength(max_drafts), max_tokens=max_drafts)

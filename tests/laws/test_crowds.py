@@ -132,3 +132,20 @@ def test_a_draft_cache_that_is_too_small_only_ends_the_drafts(runner):
     assert [s.output_token_ids for s in drafted] == [s.output_token_ids for s in plain]
     cache.check()
     assert not cache.sequences
+
+
+def test_a_long_prompt_does_not_stall_those_who_decode(runner):
+    """Chunked prefill: every decoding row advances in every step, whoever came first."""
+    engine = make_engine(runner, max_tokens=8, max_seqs=3)
+    params = SamplingParams(temperature=0, max_tokens=30)
+    add(engine, [3] * 60, params, seq_id=0)
+    short = [add(engine, [5, 6], params, seq_id=1), add(engine, [7], params, seq_id=2)]
+    for _ in range(30):
+        before = [seq.num_output for seq in short]
+        ready = [seq.num_cached > 0 for seq in short]
+        engine.step()
+        for seq, count, was_ready in zip(short, before, ready, strict=True):
+            if was_ready and seq.id in engine.rows:
+                assert seq.num_output > count
+    while engine.has_work:
+        engine.step()

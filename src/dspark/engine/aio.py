@@ -30,10 +30,17 @@ class AsyncLLM:
         model: str,
         *,
         draft: str | None = None,
+        num_speculative_tokens: int | None = None,
         speculative_config: Mapping[str, Any] | SpeculationConfig | None = None,
         **engine: Any,
     ) -> None:
-        self.llm = LLM(model, draft=draft, speculative_config=speculative_config, **engine)
+        self.llm = LLM(
+            model,
+            draft=draft,
+            num_speculative_tokens=num_speculative_tokens,
+            speculative_config=speculative_config,
+            **engine,
+        )
         self.inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self.groups: dict[int, tuple[Group, Deliver]] = {}
         self.failure: BaseException | None = None

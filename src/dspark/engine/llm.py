@@ -78,18 +78,22 @@ class LLM:
         items = [cast(Prompt, prompts)] if single else list(cast("Seq[Prompt]", prompts))
         outputs: list[RequestOutput] = []
         groups: dict[int, Group] = {}
-        for item, item_params in zip(items, _spread(params, len(items))):
-            try:
-                group = Group(self, self.requests.make(item, item_params))
-            except ValueError as error:
-                if single:
-                    raise
-                warnings.warn(f"a prompt was refused: {error}", stacklevel=2)
-                outputs.append(_refused(item, str(error)))
-                continue
-            outputs.append(group.output)
-            groups.update(dict.fromkeys((seq.id for seq in group.sequences), group))
-        self._run(groups, on_output)
+        try:
+            for item, item_params in zip(items, _spread(params, len(items))):
+                try:
+                    group = Group(self, self.requests.make(item, item_params))
+                except ValueError as error:
+                    if single:
+                        raise
+                    warnings.warn(f"a prompt was refused: {error}", stacklevel=2)
+                    outputs.append(_refused(item, str(error)))
+                    continue
+                outputs.append(group.output)
+                groups.update(dict.fromkeys((seq.id for seq in group.sequences), group))
+            self._run(groups, on_output)
+        finally:
+            for seq_id in groups:  # an interrupted run must not leave its rows to the next one
+                self.engine.abort(seq_id)
         return outputs
 
     def chat(
@@ -144,16 +148,12 @@ class LLM:
         }
 
     def _run(self, groups: dict[int, Group], on_output: Callable[[RequestOutput], None] | None) -> None:
-        try:
-            while self.engine.has_work:
-                grown = {id(groups[seq.id]): groups[seq.id] for seq in self.engine.step()}
-                for group in grown.values():
-                    group.update()
-                    if on_output is not None:
-                        on_output(group.output)
-        finally:
-            for seq_id in groups:  # an interrupted run must not leave its rows to the next one
-                self.engine.abort(seq_id)
+        while self.engine.has_work:
+            grown = {id(groups[seq.id]): groups[seq.id] for seq in self.engine.step()}
+            for group in grown.values():
+                group.update()
+                if on_output is not None:
+                    on_output(group.output)
 
 
 class RequestMaker:

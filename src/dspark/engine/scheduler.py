@@ -58,7 +58,7 @@ class Scheduler:
         where tokens or pages are short, since a draft must never push another sequence out."""
         works: list[Work] = []
         budget = self.max_tokens
-        for seq in list(self.running):
+        for seq in sorted(self.running, key=lambda seq: seq.num_pending > 1):
             if seq not in self.running:
                 continue  # preempted by an earlier one
             count = min(seq.num_pending, budget)

@@ -46,8 +46,8 @@ def profile(run: Callable[[int], float], *, max_rows: int, repetitions: int = 3)
     for rows in (sizes[0], sizes[-1]):
         run(rows)
     best = dict.fromkeys(sizes, float("inf"))
-    # Small passes are what most decisions compare, and one that is timed too slow makes drafts look free: try them twice
-    # as often.
+    # Small passes are what most decisions compare, and one that is timed too slow makes drafts look free: they are
+    # tried twice as often.
     for rows in [*sizes, *(rows for rows in sizes if rows <= NUM_SMALL_ROWS)] * repetitions:
         best[rows] = min(best[rows], run(rows))
     return CostTable(list(best.items()))
