@@ -18,6 +18,7 @@ from tests.tiny_models import tiny_model
 
 PROMPT = [5, 17, 40]
 VOCAB = 96
+KINDS = list(itertools.combinations_with_replacement(("eos", "stop_token", "stop_string", "length"), 2))
 
 
 @pytest.fixture(scope="module")
@@ -57,9 +58,7 @@ def expected_offset(truth, options) -> int:
     return len(truth) - 1
 
 
-@pytest.mark.parametrize(
-    "first,second", itertools.combinations_with_replacement(("eos", "stop_token", "stop_string", "length"), 2)
-)
+@pytest.mark.parametrize("first,second", KINDS)
 def test_every_pair_at_every_offset(tiny, first, second):
     runner, truth = tiny
     for a, b in itertools.product((0, 1, 3, 4, 7, 8), repeat=2):

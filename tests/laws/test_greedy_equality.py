@@ -99,4 +99,5 @@ def test_small_cache_preempts_and_small_budget_chunks(family):
     engine = make_engine(runners["torch"], drafter=drafter, num_pages=24, max_tokens=9, max_seqs=4)
     seqs = run(engine, prompts, SamplingParams(temperature=0, max_tokens=NEW))
     assert [seq.output_token_ids for seq in seqs] == [answers[tuple(p)] for p in prompts]
-    assert engine.totals.num_preempted > 0
+    if 0 in engine.cache.windows:  # where every layer has a window, pages come back by themselves
+        assert engine.totals.num_preempted > 0
