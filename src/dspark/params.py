@@ -3,11 +3,13 @@ It must never import torch, read a tokenizer, or silently accept a field that th
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
 MAX_LOGPROBS = 20
+MAX_ANSWERS = 128
+MAX_NUMBER = 10**6
+MIN_REPETITION_PENALTY = 1e-3
 MAX_STOP_STRINGS = 64
 
 
@@ -16,8 +18,9 @@ def _fail(name: str, value: object, cure: str) -> None:
 
 
 def _number(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        _fail(name, value, "give a finite number")
+    # The bound is far beyond any use and keeps every product with a logit finite in float32.
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not -MAX_NUMBER <= value <= MAX_NUMBER:
+        _fail(name, value, f"give a finite number, at most {MAX_NUMBER:g} in size")
     return float(value)  # type: ignore[arg-type]
 
 
@@ -69,7 +72,8 @@ class SamplingParams:
         self._check_ends()
 
     def _check_counts(self) -> None:
-        _integer("n", self.n, least=1)
+        if _integer("n", self.n, least=1) > MAX_ANSWERS:
+            _fail("n", self.n, f"at most {MAX_ANSWERS} answers a request; send more requests")
         _integer("min_tokens", self.min_tokens, least=0)
         if self.max_tokens is not None:
             _integer("max_tokens", self.max_tokens, least=1)
@@ -85,14 +89,15 @@ class SamplingParams:
     def _check_shape_of_distribution(self) -> None:
         if _number("temperature", self.temperature) < 0:
             _fail("temperature", self.temperature, "give 0 (greedy) or a positive number")
-        if isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < -1:
-            _fail("top_k", self.top_k, "give a whole number; 0 or -1 switches it off")
+        if isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or not -1 <= self.top_k < 2**31:
+            _fail("top_k", self.top_k, "give a whole number below 2**31; 0 or -1 switches it off")
         if not 0 < _number("top_p", self.top_p) <= 1:
             _fail("top_p", self.top_p, "give a number in (0, 1]")
         if not 0 <= _number("min_p", self.min_p) <= 1:
             _fail("min_p", self.min_p, "give a number in [0, 1]")
-        if _number("repetition_penalty", self.repetition_penalty) <= 0:
-            _fail("repetition_penalty", self.repetition_penalty, "give a positive number; 1 switches it off")
+        if _number("repetition_penalty", self.repetition_penalty) < MIN_REPETITION_PENALTY:
+            cure = f"give a number of at least {MIN_REPETITION_PENALTY}; 1 switches it off"
+            _fail("repetition_penalty", self.repetition_penalty, cure)
         for name in ("presence_penalty", "frequency_penalty"):
             if not -2 <= _number(name, getattr(self, name)) <= 2:
                 _fail(name, getattr(self, name), "give a number in [-2, 2]")

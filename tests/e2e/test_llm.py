@@ -172,3 +172,55 @@ def test_async_streams_cancel_and_close(folder, answers):
             await running
 
     asyncio.run(everything())
+
+
+@pytest.mark.parametrize("prompt", ("\ud800abc", [1.5, 2], [None]))
+def test_what_is_no_prompt_is_refused_and_the_async_engine_lives_on(plain, folder, prompt):
+    with pytest.raises(ValueError, match="text"):
+        plain.requests.make(prompt, GREEDY)
+
+    async def refused_then_served() -> None:
+        llm = AsyncLLM(folder)
+        with pytest.raises(ValueError):
+            await llm.generate(prompt, GREEDY).__anext__()
+        served = [out async for out in llm.generate("a", GREEDY)]
+        assert served[-1].finished
+        llm.close()
+
+    asyncio.run(refused_then_served())
+
+
+def test_a_slow_reader_sees_each_output_as_it_was(folder):
+    async def read_slowly() -> None:
+        llm = AsyncLLM(folder)
+        async for out in llm.generate("abc", SamplingParams(temperature=0, max_tokens=20, logprobs=1)):
+            await asyncio.sleep(0.01)
+            completion = out.outputs[0]
+            assert len(completion.logprobs) == len(completion.token_ids) == completion.speculation.num_emitted
+        llm.close()
+
+    asyncio.run(read_slowly())
+
+
+def test_a_draft_that_lacks_a_special_token_still_drafts(tmp_path_factory):
+    target = str(tiny_folder(tmp_path_factory.mktemp("wide"), num_extra=2))
+    draft = str(tiny_folder(tmp_path_factory.mktemp("narrow")))
+    llm = LLM(target, speculative_config={"model": draft, "policy": "fixed"}, check=True)
+    (drafted,) = llm.generate([1, 2, 266, 3], GREEDY)
+    (plain,) = llm.variant(speculation=SpeculationConfig()).generate([1, 2, 266, 3], GREEDY)
+    assert drafted.outputs[0].token_ids == plain.outputs[0].token_ids
+    assert drafted.outputs[0].speculation.num_drafted > 0
+
+
+def test_a_draft_with_windows_reads_long_prompts(tmp_path_factory):
+    folder = str(tiny_folder(tmp_path_factory.mktemp("windows"), family="mistral"))
+    llm = LLM(
+        folder,
+        speculative_config={"model": folder, "policy": "fixed"},
+        max_num_seqs=1,
+        max_num_batched_tokens=64,
+        check=True,
+    )
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    (answer,) = llm.generate([[5 + i % 50 for i in range(400)]], params)
+    assert answer.outputs[0].speculation.acceptance_rate > 0.9

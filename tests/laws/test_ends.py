@@ -107,14 +107,13 @@ def test_context_is_never_overrun(tiny):
     assert len(seq.tokens) == 20 and seq.finish_reason == "length"
 
 
+def sequence(params: SamplingParams) -> Sequence:
+    request = Request(id="", prompt_token_ids=[0], params=params)
+    return Sequence(id=0, request=request, index=0, tokens=[0], num_prompt=1)
+
+
 def watch(text: str, stop: list[str], *, include: bool = False) -> tuple[str, str | int | None]:
-    seq = Sequence(
-        id=0,
-        request=Request(id="", prompt_token_ids=[0], params=SamplingParams(max_tokens=len(text), stop=stop)),
-        index=0,
-        tokens=[0],
-        num_prompt=1,
-    )
+    seq = sequence(SamplingParams(max_tokens=len(text), stop=stop))
     watcher = StopWatcher(LetterStream(), stop=stop, include_stop=include)
     for letter in text:
         if append_token(seq, ord(letter) - 97, watcher=watcher, eos_token_ids=(), max_context=10_000):
@@ -136,3 +135,33 @@ def test_stop_strings(text, stop, expected):
     assert watch(text, stop) == expected
     kept, reason = watch(text, stop, include=True)
     assert kept == expected[0] + (reason or "")
+
+
+def test_a_stop_string_may_begin_before_min_tokens_and_end_after():
+    seq = sequence(SamplingParams(max_tokens=9, stop=["bc"], min_tokens=3))
+    watcher = StopWatcher(LetterStream(), stop=["bc"], include_stop=False)
+    ended = [append_token(seq, ord(x) - 97, watcher=watcher, eos_token_ids=(), max_context=99) for x in "abc"]
+    assert ended == [False, False, True] and (seq.text, seq.stop_reason) == ("a", "bc")
+
+
+class HoldingStream:
+    """Holds everything back until the end, as runs of byte tokens are."""
+
+    def __init__(self) -> None:
+        self.held = ""
+
+    def push(self, token_id: int) -> str:
+        self.held += chr(97 + token_id)
+        return ""
+
+    def flush(self) -> str:
+        return self.held
+
+
+@pytest.mark.parametrize("eos,reason", (((2,), "stop"), ((), "stop")))
+def test_a_stop_string_that_the_stream_held_back_is_found_at_the_end(eos, reason):
+    seq = sequence(SamplingParams(max_tokens=3, stop=["b"]))
+    watcher = StopWatcher(HoldingStream(), stop=["b"], include_stop=False)
+    for token in (0, 1, 2):
+        append_token(seq, token, watcher=watcher, eos_token_ids=eos, max_context=99)
+    assert (seq.text, seq.finish_reason, seq.stop_reason) == ("a", reason, "b")

@@ -121,3 +121,19 @@ def test_no_scalar_raises_anything_but_value_error(field: str, value: Any) -> No
         SamplingParams(**{field: value})
     except ValueError as error:
         assert field in str(error)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    (
+        {"temperature": 1e39},
+        {"temperature": 10**400},
+        {"logit_bias": {5: 1e39}},
+        {"repetition_penalty": 1e-40},
+        {"top_k": 10**20},
+        {"n": 10**6},
+    ),
+)
+def test_numbers_that_no_float32_holds_are_refused(fields):
+    with pytest.raises(ValueError, match=next(iter(fields))):
+        SamplingParams(**fields)

@@ -77,7 +77,6 @@ class ModelDrafter:
             for row, limit, floor in zip(rows, limits, floors)
         ]
         active = [guess for guess in guesses if guess.limit > 0 and self._open(guess, rows)]
-        self._catch_up(active)
         while active:
             logits = self._forward(active)
             self._draw(active, logits)
@@ -101,14 +100,20 @@ class ModelDrafter:
         row = guess.row
         length = len(row.tokens) + guess.limit
         if length > self.runner.max_context:
+            self.forget(row.seq_id)
             return False
         state = self.states.get(row.seq_id)
         if state is None:
             state = self.states[row.seq_id] = _State(num_known=self.cache.open(row.seq_id, row.tokens))
         else:
             self._roll_back(state, row)
-        while not self.cache.reserve(row.seq_id, length):
-            if not self._evict(keep={other.seq_id for other in rows}):
+        keep = {other.seq_id for other in rows}
+        return self._catch_up(row, state, keep) and self._reserve(row.seq_id, length, keep)
+
+    def _reserve(self, seq_id: int, length: int, keep: set[int]) -> bool:
+        """Places for `length` tokens, taken from sequences that do not draft now where there are none free."""
+        while not self.cache.reserve(seq_id, length):
+            if not self._evict(keep):
                 return False
         return True
 
@@ -129,15 +134,24 @@ class ModelDrafter:
                 return True
         return False
 
-    def _catch_up(self, active: list[_Guess]) -> None:
-        """Bring long unknown stretches (prompts) into the cache, all but the last chunk of each row."""
-        for guess in active:
-            row, state = guess.row, self.states[guess.row.seq_id]
-            while len(row.tokens) - state.num_known > self.max_chunk:
-                chunk = row.tokens[state.num_known : state.num_known + self.max_chunk]
-                span = Span(seq_id=row.seq_id, start=state.num_known, tokens=chunk, num_logits=0)
-                self.runner.forward(pack([span], self.cache), self.cache)
-                state.num_known += len(chunk)
+    def _catch_up(self, row: DraftRow, state: _State, keep: set[int]) -> bool:
+        """Bring a long unknown stretch (a prompt) into the cache, all but its last chunk. Chunk by chunk, so that
+        layers with a window never need more than a window and a chunk."""
+        while len(row.tokens) - state.num_known > self.max_chunk:
+            stop = state.num_known + self.max_chunk
+            if not self._reserve(row.seq_id, stop, keep):
+                return False
+            chunk = self._readable(row.tokens[state.num_known : stop])
+            span = Span(seq_id=row.seq_id, start=state.num_known, tokens=chunk, num_logits=0)
+            self.runner.forward(pack([span], self.cache), self.cache)
+            state.num_known = stop
+            self.cache.commit(row.seq_id, row.tokens, stop)
+        return True
+
+    def _readable(self, tokens: Sequence[int]) -> list[int]:
+        """Tokens that the draft has no row for (special ones of the target) become token 0: it is only a guess that
+        gets worse."""
+        return [token if token < self.runner.vocab_size else 0 for token in tokens]
 
     def _forward(self, active: list[_Guess]) -> Tensor:
         """Everything each row's cache lacks, in one pass; logits (rows, V) of each row's last token."""
@@ -146,7 +160,7 @@ class ModelDrafter:
             row, state = guess.row, self.states[guess.row.seq_id]
             start = state.num_known + len(state.guesses)
             known = row.tokens[state.num_known :] if not state.guesses else []
-            new = [*known, *guess.draft.tokens[len(state.guesses) :]]
+            new = self._readable([*known, *guess.draft.tokens[len(state.guesses) :]])
             spans.append(Span(seq_id=row.seq_id, start=start, tokens=new, num_logits=1))
             state.num_known = len(row.tokens)
             state.guesses = list(guess.draft.tokens)

@@ -4,6 +4,7 @@ It must never block the caller's event loop, and never leave a row running that 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -55,11 +56,12 @@ class AsyncLLM:
         outputs: asyncio.Queue[RequestOutput | BaseException] = asyncio.Queue()
 
         def deliver(output: RequestOutput | BaseException) -> None:
-            if not loop.is_closed():
+            with contextlib.suppress(RuntimeError):  # the caller's loop is closed: nobody listens
                 loop.call_soon_threadsafe(outputs.put_nowait, output)
 
         box: list[Group] = []
         self.inbox.put(lambda: self._start(prompt, params or SamplingParams(), deliver, box))
+        self._check_alive()  # again: the engine may have stopped since, and then nobody would answer
         finished = False
         try:
             while not finished:
@@ -77,7 +79,7 @@ class AsyncLLM:
         self, messages: list[Message], params: SamplingParams | None = None, **template: Any
     ) -> AsyncIterator[RequestOutput]:
         """Stream the answer to a conversation."""
-        prompt = self.llm.tokenizer.apply_chat_template(messages, **template)
+        prompt = await asyncio.to_thread(self.llm.tokenizer.apply_chat_template, messages, **template)
         async for output in self.generate(prompt, params):
             yield output
 
@@ -115,7 +117,7 @@ class AsyncLLM:
     def _start(self, prompt: Prompt, params: SamplingParams, deliver: Deliver, box: list[Group]) -> None:
         try:
             group = Group(self.llm, self.llm.requests.make(prompt, params))
-        except ValueError as error:
+        except Exception as error:  # a request must never stop the engine of the others, whatever is wrong with it
             deliver(error)
             return
         box.append(group)

@@ -148,6 +148,7 @@ def _build_drafter(
         cache=cache,
         vocab_size=target.facts.vocab_size,
         num_valid_tokens=min(target.facts.num_valid_tokens, draft.facts.num_valid_tokens),
+        max_chunk=config.max_num_batched_tokens,
     )
     cost = draft.cost(runner, page_size=config.page_size) if speculation.policy == "adaptive" else None
     return drafter, cost
@@ -213,7 +214,9 @@ def _default_bytes(runner: Any) -> float:
 
 def measure_cost(runner: Any, *, page_size: int) -> CostTable:
     """Time passes of one sequence with PROFILE_CONTEXT tokens behind it, on a cache of their own."""
-    length = PROFILE_CONTEXT + MAX_PROFILE_ROWS
+    max_rows = min(MAX_PROFILE_ROWS, max(1, runner.max_context // 2))
+    behind = min(PROFILE_CONTEXT, runner.max_context - max_rows)
+    length = behind + max_rows
     cache = KVCache(
         runner.layer_specs,
         num_pages=-(-length // page_size),
@@ -225,9 +228,9 @@ def measure_cost(runner: Any, *, page_size: int) -> CostTable:
     cache.reserve(0, length)
 
     def run(rows: int) -> float:
-        span = Span(seq_id=0, start=PROFILE_CONTEXT, tokens=[0] * rows, num_logits=rows)
+        span = Span(seq_id=0, start=behind, tokens=[0] * rows, num_logits=rows)
         start = time.perf_counter()
         runner.forward(pack([span], cache), cache).logits.argmax(dim=-1).tolist()
         return time.perf_counter() - start
 
-    return profile(run, max_rows=MAX_PROFILE_ROWS)
+    return profile(run, max_rows=max_rows)

@@ -34,15 +34,21 @@ class StopWatcher:
             seq.text += self.held[: start + (len(word) if self.include_stop else 0)]
             self.held = ""
             return word
-        keep = self._num_held() if may_stop else 0
+        # Held back before min_tokens too: a stop string may begin there and be complete only after.
+        keep = self._num_held()
         seq.text += self.held[: len(self.held) - keep]
         self.held = self.held[len(self.held) - keep :]
         return None
 
-    def finish(self, seq: Sequence) -> None:
-        """The answer ended otherwise: what was held back is text after all."""
-        seq.text += self.held + self.stream.flush()
+    def finish(self, seq: Sequence, *, may_stop: bool) -> str | None:
+        """The answer has ended: what was held back is text after all. The stream may have held back a stop string whose
+        bytes are complete only now; it is returned, and the text ends there."""
+        self.held += self.stream.flush()
+        found = self._find() if may_stop and self.stop else None
+        start, word = found or (len(self.held), "")
+        seq.text += self.held[: start + (len(word) if self.include_stop else 0)]
         self.held = ""
+        return word or None
 
     def _find(self) -> tuple[int, str] | None:
         # The stop string that is complete first wins; of those completed by the same character, the longest.
@@ -76,15 +82,14 @@ def append_token(seq: Sequence, token: int, *, watcher: StopWatcher, eos_token_i
     is_eos = token in eos_token_ids and not params.ignore_eos
     if may_stop and (is_eos or token in params.stop_token_ids):
         seq.finish_reason = "stop"
-        seq.stop_reason = None if is_eos else token
-        watcher.finish(seq)
+        seq.stop_reason = watcher.finish(seq, may_stop=True) or (None if is_eos else token)
         return True
     word = watcher.push(seq, token, may_stop=may_stop)
     if word is not None:
         seq.finish_reason, seq.stop_reason = "stop", word
         return True
     if seq.num_output == params.max_tokens or len(seq.tokens) >= max_context:
-        seq.finish_reason = "length"
-        watcher.finish(seq)
+        seq.stop_reason = watcher.finish(seq, may_stop=may_stop)
+        seq.finish_reason = "length" if seq.stop_reason is None else "stop"
         return True
     return False

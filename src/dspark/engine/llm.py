@@ -4,11 +4,14 @@ It must never change a request silently: what cannot be done is refused by name.
 from __future__ import annotations
 
 import itertools
+import numbers
+import operator
 import random
 import time
 import warnings
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any, cast
 
@@ -74,7 +77,7 @@ class LLM:
         of its text so far. A single prompt that cannot be answered raises ValueError; in a list the refused come back
         with `error` set, and a warning, and the others go on.
         """
-        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], numbers.Integral))
         items = [cast(Prompt, prompts)] if single else list(cast("Seq[Prompt]", prompts))
         outputs: list[RequestOutput] = []
         groups: dict[int, Group] = {}
@@ -172,7 +175,10 @@ class RequestMaker:
         room in the context."""
         facts, tokenizer = self.target.facts, self.target.tokenizer
         text = prompt if isinstance(prompt, str) else None
-        ids = tokenizer.encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
+        try:
+            ids = tokenizer.encode(prompt) if isinstance(prompt, str) else [operator.index(token) for token in prompt]
+        except TypeError as error:
+            raise ValueError(f"a prompt is a text or a list of token ids: {error}") from error
         if not ids:
             raise ValueError("the prompt is empty: give at least one token")
         if not all(0 <= token < facts.vocab_size for token in ids):
@@ -259,7 +265,7 @@ class Group:
         self.output.finished = all(seq.finish_reason is not None for seq in self.sequences)
         first = self.sequences[0]
         if self.request.params.prompt_logprobs is not None:
-            self.output.prompt_logprobs = first.prompt_logprobs
+            self.output.prompt_logprobs = list(first.prompt_logprobs)
         self.output.num_cached_prompt_tokens = first.num_prefix_hits
         times = {
             "arrival": self.request.arrival,
@@ -270,15 +276,15 @@ class Group:
 
 
 def completion(seq: Sequence) -> CompletionOutput:
-    """A sequence as its caller sees it."""
+    """A sequence as its caller sees it: a copy, since a stream's reader may be slower than the engine."""
     return CompletionOutput(
         index=seq.index,
         text=seq.text,
         token_ids=seq.output_token_ids,
         finish_reason=seq.finish_reason,
         stop_reason=seq.stop_reason,
-        logprobs=seq.logprobs if seq.params.logprobs is not None else None,
-        speculation=seq.record,
+        logprobs=list(seq.logprobs) if seq.params.logprobs is not None else None,
+        speculation=deepcopy(seq.record),
     )
 
 

@@ -136,7 +136,7 @@ class Engine:
         """Stop a sequence wherever it is; its pages are free at once. Unknown ids are ignored: it may have ended."""
         if (row := self.rows.get(seq_id)) is not None:
             row.seq.finish_reason = "abort"
-            row.watcher.finish(row.seq)
+            row.watcher.finish(row.seq, may_stop=False)
             self._retire(row.seq)
 
     # -- the phases

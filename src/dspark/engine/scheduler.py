@@ -89,7 +89,7 @@ class Scheduler:
             seq.num_cached = 0
             return None
         self.waiting.popleft()
-        if not seq.num_output:
+        if not seq.num_output and not seq.num_preemptions:
             seq.num_prefix_hits = seq.num_cached
         self.running.append(seq)
         return Work(seq=seq, num_tokens=count, samples=count == seq.num_pending)

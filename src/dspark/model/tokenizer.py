@@ -76,8 +76,11 @@ class Tokenizer:
         return dict(self.hf.get_vocab())
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; special tokens written out in it are recognised."""
-        return list(self.hf(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"])
+        """Token ids of `text`; special tokens written out in it are recognised. ValueError for what is no text."""
+        try:
+            return list(self.hf(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"])
+        except (TypeError, UnicodeError) as error:
+            raise ValueError(f"the text cannot be encoded (a lone surrogate is no character): {error}") from error
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `ids`, exactly as stored: no tidying of spaces. Ids that no token has (padding rows) give nothing."""
