@@ -21,7 +21,6 @@ LINEAR = CostTable([(1, 1.0), (64, 64.0)])
 def test_cost_keeps_cliffs_and_extrapolates():
     table = CostTable([(4, 1.0), (1, 1.2), (8, 5.0)])
     assert [table.seconds(rows) for rows in (1, 4, 6, 8, 16)] == [1.2, 1.0, 3.0, 5.0, 10.0]
-    assert table.scaled(2).seconds(6) == 6.0
 
 
 @pytest.mark.parametrize("points", ([], [(0, 1.0)], [(1, 0.0)]))

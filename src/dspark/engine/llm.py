@@ -297,20 +297,14 @@ def resolve_speculation(
             raise ValueError("draft and num_speculative_tokens are part of the SpeculationConfig given: set them there")
         return config
     values = dict(config or {})
+    if num_tokens is not None:
+        values["num_speculative_tokens"] = num_tokens
     if draft is not None:
         if "method" in values or "model" in values:
             raise ValueError("draft and speculative_config both name a drafter: give one of them")
-        values |= {"method": draft} if draft in registry_names() else {"method": "model", "model": draft}
-    if num_tokens is not None:
-        values["num_speculative_tokens"] = num_tokens
+        short = SpeculationConfig.from_draft(draft)
+        values |= {"method": short.method} if short.model is None else {"method": short.method, "model": short.model}
     return speculation_config(values)
-
-
-def registry_names() -> tuple[str, ...]:
-    """Drafters that are named alone; every other name is a model."""
-    from dspark.draft.base import registry
-
-    return tuple(name for name in registry() if name != "model")
 
 
 def _spread(params: SamplingParams | Seq[SamplingParams] | None, count: int) -> Seq[SamplingParams]:

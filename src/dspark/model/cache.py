@@ -206,17 +206,6 @@ class KVCache:
             all_tables.append(table)
         return tuple(all_tables), tuple(all_slots)
 
-    def num_free_pages(self) -> int:
-        """Free pages of the scarcest group."""
-        return min(len(pool.free) for pool in self.pools)
-
-    def fits(self, length: int) -> bool:
-        """Whether a lone sequence of that many tokens can be held."""
-        return all(
-            -(-length // self.page_size) <= pool.num_pages if window == 0 else pool.num_pages > 0
-            for pool, window in zip(self.pools, self.windows)
-        )
-
     def check(self) -> None:
         """Assert that every page is free or owned, and that counts agree with the tables."""
         for group, pool in enumerate(self.pools):

@@ -32,10 +32,6 @@ class CostTable:
         low_rows, low = self.points[index - 1]
         return low + (high - low) * (rows - low_rows) / (high_rows - low_rows)
 
-    def scaled(self, factor: float) -> CostTable:
-        """The same curve, `factor` times as slow."""
-        return CostTable([(rows, seconds * factor) for rows, seconds in self.points])
-
 
 def profile(run: Callable[[int], float], *, max_rows: int, repetitions: int = 3) -> CostTable:
     """Measure `run(rows) -> seconds` at the profile's row counts, the fastest of `repetitions` each.

@@ -3,7 +3,6 @@ It must never see a token of the draft it decides about; what it knows comes fro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -115,8 +114,3 @@ class AdaptiveLength:
 
     def forget(self, seq_id: int) -> None:
         self.by_row.pop(seq_id, None)
-
-
-def policies() -> Mapping[str, Callable[..., LengthPolicy]]:
-    """Name -> policy, for drafters that pay by the token; free drafters are limited by budget.choose alone."""
-    return {"fixed": FixedLength, "adaptive": AdaptiveLength}
