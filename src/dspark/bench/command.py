@@ -26,7 +26,7 @@ DEFAULT_DATA = "benchmarks/prompts"
 DEFAULT_DRAFTS = "none,ngram,suffix"
 RESULTS = "benchmarks/results"
 ENGINE_OPTIONS = ("dtype", "device", "path", "quantization", "threads", "max_model_len")
-PEERS = ("hf",)
+PEERS = ("hf", "hf-plain")
 
 Progress = Callable[[str, int, int], None]
 
@@ -45,7 +45,10 @@ def _add_subject(add: Callable[..., Any]) -> None:
         "comma-separated: none, ngram, suffix, loop (all of the loop, drafts of no tokens) or draft models, each with "
         ":int8 :int4 :fixed :adaptive :exact and @k after it, such as suffix@6 or NAME:int4@4 (%(default)s)"
     )
-    peer = "also measure transformers: generate, prompt lookup, and assisted generation with the first draft model"
+    peer = (
+        "also measure transformers: generate, prompt lookup, and assisted generation with the first draft model; "
+        "hf-plain: generate alone"
+    )
     add("--model", default=DEFAULT_MODEL, help="target: a registered name, folder, GGUF file or hub id (%(default)s)")
     add("--data", nargs="+", default=[DEFAULT_DATA], metavar="PATH", help=paths)
     add("--drafts", default=DEFAULT_DRAFTS, metavar="LIST", help=drafts)
@@ -147,7 +150,7 @@ def load_peers(
         device=str(info.get("device", "cpu")),
         threads=num_threads(llm),
     )
-    return hf_peers(settings)
+    return hf_peers(settings, plain_only="hf" not in args.peer)
 
 
 def num_threads(llm: Any) -> int:

@@ -104,10 +104,12 @@ class HfPeer:
         )
 
 
-def hf_peers(settings: PeerSettings) -> list[HfPeer]:
+def hf_peers(settings: PeerSettings, *, plain_only: bool = False) -> list[HfPeer]:
     """`hf` (plain generate), `hf-lookup`, and `hf-assisted` when there is a draft model, over one loaded model."""
     model = _load(settings.model, settings=settings)
     peers = [HfPeer("hf", model, threads=settings.threads)]
+    if plain_only:
+        return peers
     lookup = {"prompt_lookup_num_tokens": PROMPT_LOOKUP_TOKENS}
     peers.append(HfPeer("hf-lookup", model, threads=settings.threads, options=lookup))
     if settings.draft is not None:
