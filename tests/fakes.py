@@ -8,7 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dspark.draft.base import Drafter, DraftRow, NoDrafter
+from dspark.draft.block import added_layers
 from dspark.engine.ends import StopWatcher
+from dspark.engine.heads import build_head_drafter
 from dspark.engine.loop import Engine, Speculator
 from dspark.engine.scheduler import Scheduler
 from dspark.model.cache import KVCache
@@ -26,6 +28,7 @@ class ScriptedDrafter:
 
     name = "scripted"
     taps: Sequence[int] = ()
+    num_places = 0
 
     def __init__(self, guess: Guesser, *, survival: float = 1.0) -> None:
         self.guess = guess
@@ -108,6 +111,7 @@ def make_engine(
     runner: Any,
     *,
     drafter: Drafter | None = None,
+    head: Any = None,
     max_drafts: int = 8,
     eos: Sequence[int] = (),
     num_pages: int = 256,
@@ -117,22 +121,26 @@ def make_engine(
     prefix_reuse: bool = True,
     speculator: Speculator | None = None,
 ) -> Engine:
-    """An engine with the step invariants asserted after every step."""
+    """An engine with the step invariants asserted after every step. `head`: a draft head to draft with."""
     cache = KVCache(
-        runner.layer_specs,
+        [*runner.layer_specs, *(added_layers(head) if head is not None else [])],
         num_pages=num_pages,
         page_size=page_size,
         prefix_reuse=prefix_reuse,
         dtype=runner.cache_dtype,
         device=runner.device,
     )
+    if head is not None:
+        drafter = build_head_drafter(
+            head, cache, runner, num_valid_tokens=runner.vocab_size, quantization=None, threads=None
+        )
     if speculator is None:
         speculator = Speculator(drafter=drafter or NoDrafter(), policy=FixedLength(max_drafts), max_tokens=max_drafts)
     return Engine(
         runner,
         cache,
         speculator=speculator,
-        scheduler=Scheduler(cache, max_seqs=max_seqs, max_tokens=max_tokens),
+        scheduler=Scheduler(cache, max_seqs=max_seqs, max_tokens=max_tokens, num_places=speculator.drafter.num_places),
         eos_token_ids=eos,
         num_valid_tokens=runner.vocab_size,
         max_context=min(runner.max_context, num_pages * page_size),

@@ -15,7 +15,8 @@ else:
     import tomli as tomllib
 
 LOOKUP_METHODS = ("ngram", "suffix")
-METHODS = ("none", *LOOKUP_METHODS, "model")
+HEAD_METHODS = ("dspark", "auto")
+METHODS = ("none", *LOOKUP_METHODS, "model", *HEAD_METHODS)
 POLICIES = ("adaptive", "fixed")
 
 
@@ -35,8 +36,9 @@ class SpeculationConfig:
 
     `num_speculative_tokens` is the largest draft of a step; `policy` "fixed" always drafts and verifies that many,
     "adaptive" as many as pay by the measured cost of a pass (docs/architecture.md, plan). `quantization` is the draft
-    model's. `prompt_lookup_max/min` are the n-gram sizes of `ngram`; `suffix_max_cached_tokens` bounds the memory
-    of finished answers of `suffix`.
+    model's or head's. Methods "dspark" and "auto" take the head that comes with dspark for the target, or the one in
+    the folder `model`; "auto" looks suffixes up beside it. `prompt_lookup_max/min` are the n-gram sizes of `ngram`;
+    `suffix_max_cached_tokens` bounds the memory of finished answers of `suffix`.
     """
 
     method: str = "none"
@@ -56,10 +58,11 @@ class SpeculationConfig:
         _at_least("prompt_lookup_min", self.prompt_lookup_min, 1)
         _at_least("prompt_lookup_max", self.prompt_lookup_max, self.prompt_lookup_min)
         _at_least("suffix_max_cached_tokens", self.suffix_max_cached_tokens, 0)
-        if (self.method == "model") != (self.model is not None):
+        takes_model = self.method in ("model", *HEAD_METHODS)
+        if (self.method == "model" and self.model is None) or (self.model is not None and not takes_model):
             raise ValueError(
                 f"method={self.method!r} with model={self.model!r} does not fit: "
-                "a draft model needs method 'model' and a model name, the other methods take none"
+                "method 'model' needs a model's name, 'dspark' and 'auto' may have a head's, the others take none"
             )
 
     @classmethod
@@ -74,7 +77,7 @@ class SpeculationConfig:
         longest = {"num_speculative_tokens": max(1, self.num_speculative_tokens)}
         if self.method == "ngram":
             return longest | {"prompt_lookup_max": self.prompt_lookup_max, "prompt_lookup_min": self.prompt_lookup_min}
-        if self.method == "suffix":
+        if self.method in ("suffix", "auto"):
             return longest | {"max_cached_tokens": self.suffix_max_cached_tokens}
         return {}
 

@@ -13,6 +13,7 @@ from dspark.model.cache import KVCache
 from dspark.model.runner import build_runner
 from dspark.params import SamplingParams
 from tests.fakes import ScriptedDrafter, add, junk, make_engine, random_prompts, run
+from tests.tiny_heads import tiny_head
 from tests.tiny_models import tiny_model
 
 VOCAB = 96
@@ -34,7 +35,7 @@ def drafter(name, runner):
     ]()
 
 
-@pytest.mark.parametrize("name", ("none", "suffix", "model", "junk"))
+@pytest.mark.parametrize("name", ("none", "suffix", "model", "junk", "head"))
 @pytest.mark.parametrize(
     "fields",
     (
@@ -48,7 +49,9 @@ def test_seeded_tokens_are_the_same_with_every_drafter_and_company(runner, name,
     params = SamplingParams(max_tokens=16, **fields)
     alone = [run(make_engine(runner, eos=(1,)), [p], params)[0].output_token_ids for p in PROMPTS]
     for order in (list(range(6)), [3, 1, 5, 0, 4, 2]):
-        engine = make_engine(runner, drafter=drafter(name, runner), eos=(1,), num_pages=30, max_tokens=11, max_seqs=4)
+        head = tiny_head(tiny_model("qwen2", vocab_size=VOCAB)) if name == "head" else None
+        guess = None if name == "head" else drafter(name, runner)
+        engine = make_engine(runner, drafter=guess, head=head, eos=(1,), num_pages=30, max_tokens=11, max_seqs=4)
         seqs = run(engine, [PROMPTS[i] for i in order], params)
         assert [seq.output_token_ids for seq in seqs] == [alone[i] for i in order]
 

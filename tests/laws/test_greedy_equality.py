@@ -11,6 +11,7 @@ from dspark.model.cache import KVCache
 from dspark.model.runner import build_runner
 from dspark.params import SamplingParams
 from tests.fakes import ScriptedDrafter, junk, make_engine, mostly_right, perfect, random_prompts, run, wrong_at
+from tests.tiny_heads import tiny_head
 from tests.tiny_models import FAMILIES, tiny_model
 
 VOCAB = 96
@@ -63,6 +64,11 @@ def drafters(name: str, answers, runner):
 
 
 NAMES = ("none", "ngram", "suffix", "model", "perfect", "always_wrong", "wrong_at_2", "junk", "mostly_right")
+HEADS = {
+    "target": {},
+    "fused": {"context": "fused", "layers": (0, 1, 2), "draft_vocab": 60},
+    "dflash": {"context": "fused", "layers": (1, 2), "rank": 0, "feature": False, "confidence": False},
+}
 
 
 @pytest.mark.parametrize("path", ("torch", "general", "native"))
@@ -81,6 +87,22 @@ def test_every_drafter_gives_transformers_text(family, path, name):
             assert engine.totals.record.num_accepted > 0.8 * engine.totals.record.num_verified
         if name == "always_wrong":
             assert engine.totals.record.num_accepted == 0 < engine.totals.record.num_verified
+
+
+@pytest.mark.parametrize("path", ("torch", "general", "native"))
+@pytest.mark.parametrize("name", HEADS)
+def test_every_head_gives_transformers_text(family, path, name):
+    kind, prompts, answers, runners = family
+    if path not in runners:
+        pytest.skip("no C++ compiler for the native path")
+    if name == "target" and kind in ("mistral", "gemma3"):
+        pytest.skip("this family's layers cannot start a head")
+    head = tiny_head(tiny_model(kind, vocab_size=VOCAB), **HEADS[name])
+    for batch in (prompts[:1], prompts):
+        engine = make_engine(runners[path], head=head)
+        seqs = run(engine, batch, SamplingParams(temperature=0, max_tokens=NEW))
+        assert [seq.output_token_ids for seq in seqs] == [answers[tuple(p)] for p in batch]
+        assert engine.totals.record.num_verified > 0
 
 
 @pytest.mark.parametrize("k", range(0, 9))

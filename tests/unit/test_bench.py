@@ -16,11 +16,11 @@ import pytest
 from dspark.bench import command
 from dspark.bench.data import load_rows
 from dspark.bench.harness import Answer, BenchSettings, EngineParticipant, run_bench
-from dspark.bench.provenance import command_line, git_state, scrub
 from dspark.bench.report import json_lines, markdown_report, text_report
 from dspark.bench.summary import ALL, MEAN, summarise
 from dspark.bench.variants import parse_variant, parse_variants
 from dspark.config import EngineConfig
+from dspark.provenance import command_line, git_state, scrub
 from dspark.types import CompletionOutput, RequestOutput, SpeculationRecord, TokenLogprob
 
 PROMPTS = Path(__file__).parents[2] / "benchmarks" / "prompts"

@@ -189,7 +189,7 @@ def _say(line: str) -> None:
 def _head(args: argparse.Namespace, llm: Any, result: Result, *, argv: Sequence[str]) -> dict[str, Any]:
     from dataclasses import asdict
 
-    from dspark.bench.provenance import provenance
+    from dspark.provenance import provenance
 
     config = {
         "engine": asdict(llm.engine_config),

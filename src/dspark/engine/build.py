@@ -5,19 +5,22 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dspark.config import EngineConfig, SpeculationConfig
 from dspark.draft.base import Drafter, registry
+from dspark.draft.block import added_layers
+from dspark.draft.portfolio import Portfolio
+from dspark.engine.heads import build_head_drafter, load_draft_head, measure_head_cost
 from dspark.engine.loop import Engine, Speculator
 from dspark.engine.scheduler import Scheduler
 from dspark.model.batch import Span, pack
-from dspark.model.cache import KVCache
+from dspark.model.cache import KVCache, LayerSpec
 from dspark.model.load import LoadedModel, load_model
 from dspark.model.runner import build_runner
 from dspark.model.tokenizer import Tokenizer
@@ -28,6 +31,8 @@ Progress = Callable[[str, int, int], None]
 PROFILE_CONTEXT = 64
 MAX_PROFILE_ROWS = 32
 CPU_CACHE_SHARE = 0.25
+HEAD_QUANTIZATION = "int8"
+"""Of a head's layers on the native path: a draft may be rough, and the head reads half the memory."""
 CUDA_CACHE_SHARE = 0.8
 
 
@@ -46,6 +51,7 @@ class Target:
     runners: dict[tuple, Any] = field(default_factory=dict)
     costs: dict[tuple, CostTable] = field(default_factory=dict)
     drafts: dict[tuple, Target] = field(default_factory=dict)
+    heads: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         loaded = self._load()
@@ -74,6 +80,12 @@ class Target:
             )
         return self.runners[key]
 
+    def embeddings(self) -> tuple[Tensor, Tensor]:
+        """The target's embedding and output rows (V, D), as they are on disk."""
+        loaded = self._fresh or self._load()
+        model: Any = loaded.model
+        return model.get_input_embeddings().weight.detach(), model.get_output_embeddings().weight.detach()
+
     def cost(self, runner: Any, *, page_size: int) -> CostTable:
         """Seconds of a pass by rows, measured once for each runner."""
         key = (id(runner),)
@@ -101,14 +113,22 @@ def open_target(model: str, config: EngineConfig, *, progress: Progress | None =
 
 def build_engine(target: Target, config: EngineConfig, speculation: SpeculationConfig) -> Engine:
     """One engine over a target: its cache, scheduler, drafter and policy."""
+    head = load_draft_head(target, speculation)
     runner = target.runner(path=config.path, exact=config.exact, quantization=config.quantization)
     max_context = min(target.facts.max_context, config.max_model_len or target.facts.max_context)
-    cache, max_context = build_cache(runner, config, max_context=max_context)
+    added = added_layers(head) if head is not None else []
+    cache, max_context = build_cache(runner, config, max_context=max_context, added=added)
+    speculator = build_speculator(target, runner, config, speculation, max_context=max_context, cache=cache, head=head)
     return Engine(
         runner,
         cache,
-        speculator=build_speculator(target, runner, config, speculation, max_context=max_context),
-        scheduler=Scheduler(cache, max_seqs=config.max_num_seqs, max_tokens=config.max_num_batched_tokens),
+        speculator=speculator,
+        scheduler=Scheduler(
+            cache,
+            max_seqs=config.max_num_seqs,
+            max_tokens=config.max_num_batched_tokens,
+            num_places=speculator.drafter.num_places,
+        ),
         eos_token_ids=target.facts.eos_token_ids,
         num_valid_tokens=target.facts.num_valid_tokens,
         max_context=max_context,
@@ -117,9 +137,19 @@ def build_engine(target: Target, config: EngineConfig, speculation: SpeculationC
 
 
 def build_speculator(
-    target: Target, runner: Any, config: EngineConfig, speculation: SpeculationConfig, *, max_context: int
+    target: Target,
+    runner: Any,
+    config: EngineConfig,
+    speculation: SpeculationConfig,
+    *,
+    max_context: int,
+    cache: KVCache,
+    head: Any = None,
 ) -> Speculator:
-    """The drafter by name, with a policy and measured costs where the policy is adaptive."""
+    """The drafter by name, with a policy and measured costs where the policy is adaptive. `head`: the draft head that
+    the settings ask for, over the target's own `cache`."""
+    if head is not None:
+        return _head_speculator(target, runner, config, speculation, cache=cache, head=head)
     drafter, draft_cost = _build_drafter(target, config, speculation, max_context=max_context)
     num_tokens = speculation.num_speculative_tokens if speculation.method != "none" else 0
     # "loop": a drafter that never drafts needs no measured cost.
@@ -131,12 +161,43 @@ def build_speculator(
     return Speculator(drafter=drafter, policy=policy, max_tokens=num_tokens, cost=cost, draft_cost=draft_cost)
 
 
+def _head_speculator(
+    target: Target, runner: Any, config: EngineConfig, speculation: SpeculationConfig, *, cache: KVCache, head: Any
+) -> Speculator:
+    """A head, with method "auto" beside suffix lookup."""
+    drafter = build_head_drafter(
+        head,
+        cache,
+        runner,
+        num_valid_tokens=target.facts.num_valid_tokens,
+        quantization=speculation.quantization or HEAD_QUANTIZATION,
+        threads=config.threads,
+    )
+    num_tokens = speculation.num_speculative_tokens
+    if speculation.policy == "fixed" or not num_tokens:
+        return Speculator(drafter=drafter, policy=FixedLength(num_tokens), max_tokens=num_tokens)
+    cost = target.cost(runner, page_size=config.page_size)
+    draft_cost = measure_head_cost(drafter)
+    lookup = registry()["suffix"](**speculation.drafter_settings()) if speculation.method == "auto" else None
+    portfolio = Portfolio(drafter, lookup=lookup, price=lambda rows: draft_cost.seconds(rows) / cost.seconds(rows))
+    return Speculator(
+        drafter=portfolio,
+        policy=FixedLength(num_tokens),
+        max_tokens=num_tokens,
+        cost=cost,
+        draft_cost=draft_cost,
+        block_source=drafter.name,
+    )
+
+
 def _build_drafter(
     target: Target, config: EngineConfig, speculation: SpeculationConfig, *, max_context: int
 ) -> tuple[Drafter, CostTable | None]:
     settings = speculation.drafter_settings()
     if speculation.method != "model":
-        return registry()[speculation.method](**settings), None
+        # Without a head for this target "auto" is what is left of it.
+        name = "suffix" if speculation.method == "auto" else speculation.method
+        return registry()[name](**settings), None
     assert speculation.model is not None
     draft = target.draft(speculation.model)
     check_vocabulary(target.tokenizer, draft.tokenizer, draft_name=speculation.model)
@@ -175,11 +236,14 @@ def check_vocabulary(target: Tokenizer, draft: Tokenizer, *, draft_name: str) ->
         )
 
 
-def build_cache(runner: Any, config: EngineConfig, *, max_context: int) -> tuple[KVCache, int]:
-    """A cache within the memory given, and the context that it can hold."""
+def build_cache(
+    runner: Any, config: EngineConfig, *, max_context: int, added: Sequence[LayerSpec] = ()
+) -> tuple[KVCache, int]:
+    """A cache within the memory given, with `added` layers behind the model's, and the context that it can hold."""
     page_size = config.page_size
+    specs = [*runner.layer_specs, *added]
     element = torch.empty(0, dtype=runner.cache_dtype).element_size()
-    page_bytes = sum(2 * page_size * s.num_kv_heads * s.head_dim * element for s in runner.layer_specs)
+    page_bytes = sum(2 * page_size * s.num_kv_heads * s.head_dim * element for s in specs)
     context_pages = -(-max_context // page_size)
     wanted = context_pages * config.max_num_seqs
     available = int((config.cache_gib * 2**30 if config.cache_gib else _default_bytes(runner)) // page_bytes)
@@ -191,11 +255,11 @@ def build_cache(runner: Any, config: EngineConfig, *, max_context: int) -> tuple
                 f"{available * page_bytes / 2**30:.2f} GiB are given: raise cache_gib or lower max_model_len"
             )
         max_context = num_pages * page_size
-    window = max(s.window for s in runner.layer_specs)
+    window = max(s.window for s in specs)
     per_row = -(-window // page_size) + 2 + MAX_PROFILE_ROWS // page_size
     window_pages = config.max_num_seqs * per_row + -(-config.max_num_batched_tokens // page_size)
     cache = KVCache(
-        runner.layer_specs,
+        specs,
         num_pages=num_pages,
         page_size=page_size,
         max_window_pages=window_pages,

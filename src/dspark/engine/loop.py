@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dspark.draft.base import Drafter, DraftRow
+from dspark.draft.base import Drafter, DraftRow, Taps
 from dspark.engine.ends import StopWatcher, append_token
 from dspark.engine.scheduler import Scheduler, Work
 from dspark.model.batch import Packed, Span, pack
@@ -33,7 +33,8 @@ class Speculator:
     """What speculation needs, in one place: who drafts, how long, and what a pass costs.
 
     `max_tokens`: the largest draft of any row and step. `cost` None: everything drafted is verified (policy "fixed",
-    and drafters that draft nothing).
+    and drafters that draft nothing). `draft_cost`: seconds of one draft pass by rows; drafts whose source is
+    `block_source` need one a step, others one a token.
     """
 
     drafter: Drafter
@@ -41,6 +42,7 @@ class Speculator:
     max_tokens: int = 0
     cost: CostTable | None = None
     draft_cost: CostTable | None = None
+    block_source: str = ""
     calibration: Calibration = field(default_factory=Calibration)
 
 
@@ -67,7 +69,12 @@ class _Row:
     def draft_row(self) -> DraftRow:
         seq = self.seq
         return DraftRow(
-            seq_id=seq.id, tokens=seq.tokens, num_prompt=seq.num_prompt, params=seq.params, sampler=self.sampler
+            seq_id=seq.id,
+            tokens=seq.tokens,
+            num_prompt=seq.num_prompt,
+            num_cached=seq.num_cached,
+            params=seq.params,
+            sampler=self.sampler,
         )
 
 
@@ -118,7 +125,7 @@ class Engine:
         clock.mark("run")
         verdicts = self._verify(works, kept, output.logits)
         clock.mark("verify")
-        stats = self._commit(works, drafts, kept, verdicts, output)
+        stats = self._commit(works, drafts, kept, verdicts, packed, output)
         clock.mark("commit")
         self._report(stats, packed, clock.seconds)
         return [work.seq for work in works if work.samples]
@@ -186,7 +193,7 @@ class Engine:
         sampling = [i for i, work in enumerate(works) if work.samples]
         calibration = self.speculator.calibration
         survivals = [calibration.survival(drafts[i].source, drafts[i].survival) for i in sampling]
-        spent = self._planned_draft_seconds(works)
+        spent = self._planned_draft_seconds(works, drafts)
         lengths = choose(
             survivals,
             lambda rows: spent + cost.seconds(rows),
@@ -199,12 +206,17 @@ class Engine:
             kept[i] = drafts[i].prefix(length)
         return kept
 
-    def _planned_draft_seconds(self, works: list[Work]) -> float:
+    def _planned_draft_seconds(self, works: list[Work], drafts: list[Draft]) -> float:
         """Draft time as foreseen *before* drafting. The time really spent depends on how far each row drafted, and so
         on the drawn tokens: to plan with it would anticipate."""
         table = self.speculator.draft_cost
         limits = [work.max_drafts for work in works if work.max_drafts]
-        return max(limits) * table.seconds(len(limits)) if table is not None and limits else 0.0
+        if table is None or not limits:
+            return 0.0
+        if self.speculator.block_source:  # who drafts a row was chosen before anything was drawn
+            num_blocks = sum(draft.source == self.speculator.block_source for draft in drafts)
+            return table.seconds(num_blocks) if num_blocks else 0.0
+        return max(limits) * table.seconds(len(limits))
 
     def _pack(self, works: list[Work], kept: list[Draft]) -> Packed:
         spans = []
@@ -243,7 +255,13 @@ class Engine:
         return verdicts
 
     def _commit(
-        self, works: list[Work], drafts: list[Draft], kept: list[Draft], verdicts: list[Verdict | None], output: Any
+        self,
+        works: list[Work],
+        drafts: list[Draft],
+        kept: list[Draft],
+        verdicts: list[Verdict | None],
+        packed: Packed,
+        output: Any,
     ) -> StepStats:
         """Append what was decided, roll the cache back to it, and tell everybody."""
         stats = StepStats(step=self.totals.num_steps)
@@ -251,7 +269,6 @@ class Engine:
         ranges = self._logit_ranges(works, kept)
         for work, draft, keep, verdict, (start, stop) in zip(works, drafts, kept, verdicts, ranges):
             row, seq = self.rows[work.seq.id], work.seq
-            rows.append(row.draft_row())
             if seq.params.prompt_logprobs is not None and seq.num_cached < seq.num_prompt:
                 self._store_prompt_logprobs(seq, output.logits[start:stop])
             if verdict is None:
@@ -267,9 +284,11 @@ class Engine:
                 self._count(seq, stats, drafted=draft, verified=keep, accepted=accepted, emitted=emitted)
                 self._learn(seq, keep, verdict)
             self.cache.commit(seq.id, seq.tokens, seq.num_cached)
+            rows.append(row.draft_row())
             if seq.finish_reason is not None:
                 finished.append(seq)
-        self.speculator.drafter.observe(rows, verdicts, output.taps)
+        taps = Taps(packed=packed, hidden=output.taps) if self.taps else None
+        self.speculator.drafter.observe(rows, verdicts, taps)
         for seq in finished:
             self._retire(seq)
         return stats

@@ -30,8 +30,10 @@ class Scheduler:
     and it waits at the front, to be computed again (from its prefix, where that is still cached).
     """
 
-    def __init__(self, cache: KVCache, *, max_seqs: int, max_tokens: int) -> None:
+    def __init__(self, cache: KVCache, *, max_seqs: int, max_tokens: int, num_places: int = 0) -> None:
+        """`num_places`: places behind the cached tokens that a drafting sequence needs at least (Drafter)."""
         self.cache = cache
+        self.num_places = num_places
         self.max_seqs = max_seqs
         self.max_tokens = max_tokens
         self.waiting: deque[Sequence] = deque()
@@ -104,9 +106,9 @@ class Scheduler:
         return True
 
     def _grant(self, seq: Sequence, wanted: int) -> int:
-        """The largest number of drafts up to `wanted` whose positions have pages."""
+        """The largest number of drafts up to `wanted` whose positions, and the drafter's places, have pages."""
         for count in range(wanted, 0, -1):
-            if self.cache.reserve(seq.id, len(seq.tokens) + count):
+            if self.cache.reserve(seq.id, max(len(seq.tokens) + count, seq.num_cached + self.num_places)):
                 return count
         return 0
 

@@ -36,7 +36,7 @@ _STATUS = {
 # The structures of csrc/decoder.cpp, field for field.
 
 
-class _Linear(Structure):
+class PackedLinear(Structure):
     _fields_ = [(name, c_int32) for name in ("kind", "n", "k", "unused")] + [("blob", c_void_p), ("bias", c_void_p)]
 
 
@@ -47,7 +47,7 @@ _LINEARS = ("qkv", "o", "gate_up", "down")
 class _Layer(Structure):
     _fields_ = [
         *((name, c_void_p) for name in _NORMS),
-        *((name, _Linear) for name in _LINEARS),
+        *((name, PackedLinear) for name in _LINEARS),
         ("window", c_int32),
         ("rope", c_int32),
     ]
@@ -60,7 +60,7 @@ class _Model(Structure):
         ("norm", c_void_p),
         ("rope_cos", POINTER(c_void_p)),
         ("rope_sin", POINTER(c_void_p)),
-        ("head", _Linear),
+        ("head", PackedLinear),
         *((n, c_int32) for n in ("num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim", "intermediate")),
         *((n, c_int32) for n in ("activation", "embed_is_bf16", "cache_is_bf16", "max_context", "num_threads")),
         ("num_embeddings", c_int32),
@@ -72,7 +72,7 @@ class _Batch(Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("tokens", "positions", "row_starts", "logit_rows")),
         *((name, c_void_p) for name in ("tables", "slots", "table_widths", "group_of", "keys", "values", "taps")),
-        ("logits", c_void_p),
+        *((name, c_void_p) for name in ("inputs", "reach", "logits")),
         *((name, c_int32) for name in ("num_tokens", "num_sequences", "num_logits", "page_size")),
     ]
 
@@ -101,16 +101,18 @@ class _CachePointers:
     """Addresses of one KVCache's layers, looked up once per cache."""
 
     def __init__(self, cache: KVCache, runner: NativeRunner) -> None:
-        num_layers, num_groups = len(cache.keys), len(cache.windows)
-        assert num_layers == runner.num_layers, "the cache belongs to another model"
-        for spec, key, value in zip(runner.layer_specs, cache.keys, cache.values, strict=True):
+        num_layers, num_groups = runner.num_layers, len(cache.windows)
+        assert max(runner.cache_layers) < len(cache.keys), "the cache belongs to another model"
+        keys = [cache.keys[i] for i in runner.cache_layers]
+        values = [cache.values[i] for i in runner.cache_layers]
+        for spec, key, value in zip(runner.layer_specs, keys, values, strict=True):
             for tensor in (key, value):
                 assert tensor.dtype == runner.cache_dtype and tensor.is_contiguous()
                 assert tensor.shape[1:] == (cache.page_size, spec.num_kv_heads, spec.head_dim)
         self.cache = weakref.ref(cache)
-        self.keys = (c_void_p * num_layers)(*(tensor.data_ptr() for tensor in cache.keys))
-        self.values = (c_void_p * num_layers)(*(tensor.data_ptr() for tensor in cache.values))
-        self.group_of = (c_int32 * num_layers)(*cache.group_of)
+        self.keys = (c_void_p * num_layers)(*(tensor.data_ptr() for tensor in keys))
+        self.values = (c_void_p * num_layers)(*(tensor.data_ptr() for tensor in values))
+        self.group_of = (c_int32 * num_layers)(*(cache.group_of[i] for i in runner.cache_layers))
         self.tables = (c_void_p * num_groups)()
         self.slots = (c_void_p * num_groups)()
         self.widths = (c_int32 * num_groups)()
@@ -134,8 +136,12 @@ class NativeRunner:
         quantization: str | None = None,
         threads: int | None = None,
         compress: bool = True,
+        cache_layers: Sequence[int] | None = None,
     ) -> None:
-        """Packs every linear once (seconds for a billion weights). Raises ValueError for what it cannot run."""
+        """Packs every linear once (seconds for a billion weights). Raises ValueError for what it cannot run.
+
+        `cache_layers`: which layer of the cache each of the model's layers reads and writes (default: its own index).
+        """
         loaded = library()
         if loaded is None:
             raise ValueError(f"the native path is not available: {reason()}; install a C++ compiler, or use path torch")
@@ -150,6 +156,7 @@ class NativeRunner:
         self.vocab_size = weights.vocab_size
         self.hidden_size = weights.hidden_size
         self.num_layers = len(weights.layers)
+        self.cache_layers = tuple(cache_layers) if cache_layers is not None else tuple(range(self.num_layers))
         self.max_context = weights.max_context
         self.layer_specs = [
             LayerSpec(num_kv_heads=weights.num_kv_heads, head_dim=weights.head_dim, window=layer.window)
@@ -159,8 +166,22 @@ class NativeRunner:
         self._batch = _Batch()
         self._create(weights)
 
-    def forward(self, packed: Packed, cache: KVCache, *, taps: Sequence[int] = ()) -> Output:
-        """One pass; see ModelRunner. logits (R, V) and taps (T, D) are new float32 tensors."""
+    def forward(
+        self,
+        packed: Packed,
+        cache: KVCache,
+        *,
+        taps: Sequence[int] = (),
+        inputs: Tensor | None = None,
+        reach: IntArray | None = None,
+    ) -> Output:
+        """One pass; see ModelRunner. logits (R, V) and taps (T, D) are new float32 tensors.
+
+        `inputs` (T, D) float32 take the place of the tokens' embeddings. `reach` (T,): the last position that each row
+        sees, its own by default; what lies there must have been written, by this pass or before.
+        """
+        assert inputs is None or (inputs.dtype == torch.float32 and inputs.is_contiguous())
+        assert inputs is None or inputs.shape == (len(packed.tokens), self.hidden_size)
         num_tokens, num_logits = len(packed.tokens), len(packed.logit_rows)
         logits = torch.empty(num_logits, self.vocab_size)
         tapped = {index: torch.empty(num_tokens, self.hidden_size) for index in taps}
@@ -173,6 +194,8 @@ class NativeRunner:
             batch = self._batch
             batch.logits = logits.data_ptr()
             batch.taps = ctypes.addressof(tap_pointers)
+            batch.inputs = None if inputs is None else inputs.data_ptr()
+            batch.reach = None if reach is None else address(reach)
             status = self._library.dspark_forward(self._handle, ctypes.byref(batch))
         if status:
             raise ValueError(f"the native pass failed: {_STATUS[status]}")
@@ -189,14 +212,14 @@ class NativeRunner:
             batch.table_widths = ctypes.addressof(pointers.widths)
             batch.page_size = cache.page_size
         for group, (table, slots) in enumerate(zip(packed.tables, packed.slots, strict=True)):
-            pointers.tables[group] = _address(table)
-            pointers.slots[group] = _address(slots)
+            pointers.tables[group] = address(table)
+            pointers.slots[group] = address(slots)
             pointers.widths[group] = table.shape[1]
         batch = self._batch
-        batch.tokens = _address(packed.tokens)
-        batch.positions = _address(packed.positions)
-        batch.row_starts = _address(packed.row_starts)
-        batch.logit_rows = _address(packed.logit_rows)
+        batch.tokens = address(packed.tokens)
+        batch.positions = address(packed.positions)
+        batch.row_starts = address(packed.row_starts)
+        batch.logit_rows = address(packed.logit_rows)
         batch.num_tokens = len(packed.tokens)
         batch.num_sequences = len(packed.context_lens)
         batch.num_logits = len(packed.logit_rows)
@@ -263,13 +286,13 @@ class NativeRunner:
         self._kept.append(kept)
         return kept.data_ptr()
 
-    def _linear(self, weight: Tensor, bias: Tensor | None) -> _Linear:
+    def _linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
         n, k = weight.shape
         dtype = torch.bfloat16 if self._kind in (BF16, BF12) else torch.float32
         source = weight.detach().to(dtype).contiguous()
         blob = self._arena.next(self._library.dspark_packed_bytes(self._kind, n, k))
         self._arena.keep(self._library.dspark_pack(self._kind, n, k, source.data_ptr(), blob, self._threads))
-        return _Linear(kind=self._kind, n=n, k=k, blob=blob, bias=self._floats(bias))
+        return PackedLinear(kind=self._kind, n=n, k=k, blob=blob, bias=self._floats(bias))
 
 
 def _choose_kind(dtype: torch.dtype, quantization: str | None, compress: bool) -> int:
@@ -285,7 +308,7 @@ def _choose_kind(dtype: torch.dtype, quantization: str | None, compress: bool) -
     return BF12 if compress else BF16
 
 
-def _address(array: IntArray) -> int:
+def address(array: IntArray) -> int:
     assert array.dtype == np.int32 and array.flags.c_contiguous
     return array.__array_interface__["data"][0]
 

@@ -33,6 +33,7 @@ struct AttentionLayer {
 struct LaneBlock {
     const int32_t* table;
     const int32_t* positions;  // of the pass
+    const int32_t* reach;      // of the pass: the last position that a row sees
     int first_row, kv_head, begin, end;
 };
 
@@ -90,12 +91,12 @@ struct Softmax {
     Vec total = {};
     LaneSpan span = {INT32_MAX, -1, 0, INT32_MAX};
 
-    void limit(int lane, int position, int window) {
+    void limit(int lane, int position, int reach, int window) {
         const int from = window && position >= window ? position - window + 1 : 0;
         first[lane] = from;
-        last[lane] = position;
-        span = {std::min(span.first, from), std::max(span.last, position), std::max(span.common_first, from),
-                std::min(span.common_last, position)};
+        last[lane] = reach;
+        span = {std::min(span.first, from), std::max(span.last, reach), std::max(span.common_first, from),
+                std::min(span.common_last, reach)};
     }
 
     // Scores of positions from `position` on become probabilities; returns what earlier sums must be scaled by.
@@ -144,8 +145,10 @@ inline void add_values(const float* values, const float* probabilities, int coun
 }
 
 inline void limit_lanes(const AttentionLayer& layer, const LaneBlock& block, Softmax& softmax) {
-    for (int lane = block.begin; lane < block.end; ++lane)
-        softmax.limit(lane - block.begin, block.positions[block.first_row + lane / layer.group_size], layer.window);
+    for (int lane = block.begin; lane < block.end; ++lane) {
+        const int row = block.first_row + lane / layer.group_size;
+        softmax.limit(lane - block.begin, block.positions[row], block.reach[row], layer.window);
+    }
 }
 
 // The lane's query head among all of its row.

@@ -1,6 +1,7 @@
 // The doors of the native decoder: a whole forward pass in one parallel region.
 // It must never run two passes of one model at once; the caller takes turns.
 
+#include "chain.h"
 #include "linear_c.h"
 #include "pass.h"
 
@@ -8,7 +9,7 @@ namespace dspark {
 
 inline Status check(const ModelArgs& args, const BatchArgs& batch) {
     for (int i = 0; i < batch.num_tokens; ++i) {
-        if (uint32_t(batch.tokens[i]) >= uint32_t(args.num_embeddings)) return kBadToken;
+        if (!batch.inputs && uint32_t(batch.tokens[i]) >= uint32_t(args.num_embeddings)) return kBadToken;
         if (uint32_t(batch.positions[i]) >= uint32_t(args.max_context)) return kBadPosition;
     }
     return kOk;

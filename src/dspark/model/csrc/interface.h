@@ -42,6 +42,8 @@ struct BatchArgs {
     void* const* keys;        // per layer (num_pages, page_size, G, E)
     void* const* values;
     float* const* taps;  // num_layers + 1 pointers to (T, D), null where nobody asked
+    const float* inputs;   // (T, D) in place of the tokens' embeddings, or null
+    const int32_t* reach;  // (T,) the last position that each row sees, or null: its own
     float* logits;       // (R, V)
     int32_t num_tokens, num_sequences, num_logits, page_size;
 };

@@ -45,6 +45,10 @@ class Pass {
         const int width = args_.hidden;
         const Range range = mine(batch_.num_tokens);
         for (int64_t row = range.begin; row < range.end; ++row) {
+            if (batch_.inputs) {
+                std::memcpy(x(row), batch_.inputs + row * width, size_t(width) * 4);
+                continue;
+            }
             const int64_t offset = int64_t(batch_.tokens[row]) * width;
             const uint16_t* half = static_cast<const uint16_t*>(args_.embed) + offset;
             const float* full = static_cast<const float*>(args_.embed) + offset;
@@ -193,6 +197,7 @@ class Pass {
             LaneBlock block;
             block.table = batch_.tables[group] + int64_t(item.sequence) * batch_.table_widths[group];
             block.positions = batch_.positions;
+            block.reach = batch_.reach ? batch_.reach : batch_.positions;
             block.first_row = batch_.row_starts[item.sequence];
             block.kv_head = ticket % num_kv;
             block.begin = item.begin;

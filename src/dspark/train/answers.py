@@ -1,0 +1,102 @@
+"""AnswerStore: the target's own answers on disk, in shards that an interrupted run can continue.
+It must never mix answers of different settings, nor leave half a shard behind."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from dspark.train.prompts import TrainPrompt
+from dspark.train.recipe import DataRecipe
+
+Generate = Callable[[Sequence[Sequence[int]], int, float, int], list[list[int]]]
+"""(prompts, max_tokens, temperature, seed) -> answers: what the engine is for training."""
+Progress = Callable[[str, int, int], None]
+SHARD = 384
+
+
+@dataclass(frozen=True, kw_only=True)
+class Example:
+    """A prompt with one answer of the target: tokens[num_prompt:] are the answer, its end token included."""
+
+    tokens: tuple[int, ...]
+    num_prompt: int
+    task: str
+    temperature: float
+    held_out: bool
+
+    @property
+    def num_answer(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+
+def make_answers(
+    prompts: Sequence[TrainPrompt],
+    recipe: DataRecipe,
+    *,
+    target: str,
+    folder: Path,
+    generate: Generate,
+    progress: Progress | None = None,
+) -> list[Example]:
+    """Read what `folder` holds and let the target answer the rest, shard by shard, all prompts at one temperature
+    before the next. A folder made with other settings is refused."""
+    folder.mkdir(parents=True, exist_ok=True)
+    _check_settings(folder, recipe, target, prompts)
+    shards = [(temperature, start) for temperature in recipe.temperatures for start in range(0, len(prompts), SHARD)]
+    examples: list[Example] = []
+    for done, (temperature, start) in enumerate(shards):
+        part = prompts[start : start + SHARD]
+        path = folder / f"answers-t{temperature:g}-{start:06d}.json"
+        if not path.exists():
+            if progress is not None:
+                progress("answers of the target", done, len(shards))
+            seed = recipe.seed * 1_000_003 + start
+            answers = generate([p.tokens for p in part], recipe.max_answer_tokens, temperature, seed)
+            _write(path, answers)
+        answers = json.loads(path.read_text())
+        if len(answers) != len(part):
+            raise ValueError(f"{path}: {len(answers)} answers for {len(part)} prompts; delete the file to make it anew")
+        examples += [
+            Example(
+                tokens=prompt.tokens + tuple(answer),
+                num_prompt=len(prompt.tokens),
+                task=prompt.task,
+                temperature=temperature,
+                held_out=prompt.held_out,
+            )
+            for prompt, answer in zip(part, answers)
+        ]
+    if progress is not None:
+        progress("answers of the target", len(shards), len(shards))
+    return examples
+
+
+def _check_settings(folder: Path, recipe: DataRecipe, target: str, prompts: Sequence[TrainPrompt]) -> None:
+    digest = hashlib.blake2b(digest_size=16)
+    for prompt in prompts:
+        digest.update(json.dumps(prompt.tokens).encode())
+    settings = {
+        "target": target,
+        "prompts": digest.hexdigest(),
+        "max_answer_tokens": recipe.max_answer_tokens,
+        "seed": recipe.seed,
+    }
+    path = folder / "settings.json"
+    if path.exists() and json.loads(path.read_text()) != settings:
+        raise ValueError(
+            f"{folder} holds answers made with other settings (target, prompts, max_answer_tokens or seed): "
+            "choose another output folder, or delete this one"
+        )
+    if not path.exists():
+        _write(path, settings)
+
+
+def _write(path: Path, value: object) -> None:
+    temporary = path.with_suffix(".part")
+    temporary.write_text(json.dumps(value))
+    os.replace(temporary, path)
