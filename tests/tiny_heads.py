@@ -53,6 +53,7 @@ def tiny_head(
     ids = torch.from_numpy(np.sort(np.random.default_rng(seed).permutation(weights.vocab_size)[:size]))
     head = new_head(config, weights, ids, seed=seed)
     generator = torch.Generator().manual_seed(seed)
+    feature = config.anchor_feature
     with torch.no_grad():
         if head.markov_head is not None:
             head.markov_head.markov_w2.weight.normal_(std=0.7, generator=generator)

@@ -6,9 +6,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from dspark.train.prompts import TrainPrompt
 from dspark.train.recipe import DataRecipe
@@ -16,7 +17,7 @@ from dspark.train.recipe import DataRecipe
 Generate = Callable[[Sequence[Sequence[int]], int, float, int], list[list[int]]]
 """(prompts, max_tokens, temperature, seed) -> answers: what the engine is for training."""
 Progress = Callable[[str, int, int], None]
-SHARD = 384
+SHARD = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,23 +45,21 @@ def make_answers(
     progress: Progress | None = None,
 ) -> list[Example]:
     """Read what `folder` holds and let the target answer the rest, shard by shard, all prompts at one temperature
-    before the next. A folder made with other settings is refused."""
+    before the next. A shard made with other settings is refused."""
     folder.mkdir(parents=True, exist_ok=True)
-    _check_settings(folder, recipe, target, prompts)
     shards = [(temperature, start) for temperature in recipe.temperatures for start in range(0, len(prompts), SHARD)]
     examples: list[Example] = []
     for done, (temperature, start) in enumerate(shards):
         part = prompts[start : start + SHARD]
+        settings = _settings(recipe, target, part)
         path = folder / f"answers-t{temperature:g}-{start:06d}.json"
         if not path.exists():
             if progress is not None:
                 progress("answers of the target", done, len(shards))
             seed = recipe.seed * 1_000_003 + start
             answers = generate([p.tokens for p in part], recipe.max_answer_tokens, temperature, seed)
-            _write(path, answers)
-        answers = json.loads(path.read_text())
-        if len(answers) != len(part):
-            raise ValueError(f"{path}: {len(answers)} answers for {len(part)} prompts; delete the file to make it anew")
+            _write(path, {"settings": settings, "answers": answers})
+        answers = _read(path, settings)
         examples += [
             Example(
                 tokens=prompt.tokens + tuple(answer),
@@ -76,24 +75,25 @@ def make_answers(
     return examples
 
 
-def _check_settings(folder: Path, recipe: DataRecipe, target: str, prompts: Sequence[TrainPrompt]) -> None:
-    digest = hashlib.blake2b(digest_size=16)
-    for prompt in prompts:
-        digest.update(json.dumps(prompt.tokens).encode())
-    settings = {
+def _settings(recipe: DataRecipe, target: str, prompts: Sequence[TrainPrompt]) -> dict[str, Any]:
+    """What a shard's answers depend on."""
+    digest = hashlib.blake2b(json.dumps([prompt.tokens for prompt in prompts]).encode(), digest_size=16).hexdigest()
+    return {
         "target": target,
-        "prompts": digest.hexdigest(),
+        "prompts": digest,
         "max_answer_tokens": recipe.max_answer_tokens,
         "seed": recipe.seed,
     }
-    path = folder / "settings.json"
-    if path.exists() and json.loads(path.read_text()) != settings:
+
+
+def _read(path: Path, settings: Mapping[str, Any]) -> list[list[int]]:
+    shard = json.loads(path.read_text())
+    if shard["settings"] != settings:
         raise ValueError(
-            f"{folder} holds answers made with other settings (target, prompts, max_answer_tokens or seed): "
-            "choose another output folder, or delete this one"
+            f"{path} holds answers made with other settings (target, prompts, max_answer_tokens or seed): "
+            "choose another output folder, or delete the file"
         )
-    if not path.exists():
-        _write(path, settings)
+    return shard["answers"]
 
 
 def _write(path: Path, value: object) -> None:

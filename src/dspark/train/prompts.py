@@ -50,7 +50,7 @@ def read_prompts(
         prompts.append(TrainPrompt(text=text, task=found[text], tokens=tokens, held_out=share < recipe.held_out))
     if not any(not prompt.held_out for prompt in prompts):
         raise ValueError("no prompt is left to train on: raise data.max_prompt_tokens or give more prompts")
-    return prompts, left_out
+    return prompts[: recipe.max_prompts or None], left_out
 
 
 def _digest(text: str, seed: int) -> str:

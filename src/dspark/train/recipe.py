@@ -35,15 +35,16 @@ class DataRecipe:
 
     prompts: JSON-lines files (relative to the recipe), each row with "prompt", "question", "text" or "turns".
     temperatures: one answer a prompt for each of them. held_out: share of the prompts (by hash of the text) kept for
-    validation and calibration. Prompts above max_prompt_tokens are left out and counted.
+    validation and calibration. Prompts above max_prompt_tokens are left out and counted. max_prompts 0: all of them.
     """
 
     prompts: tuple[str, ...]
     temperatures: tuple[float, ...] = (0.0,)
+    max_prompts: int = 0
     max_prompt_tokens: int = 512
     max_answer_tokens: int = 160
     held_out: float = 0.03
-    batch: int = 48
+    batch: int = 128
     seed: int = 1
 
     def __post_init__(self) -> None:
@@ -52,6 +53,7 @@ class DataRecipe:
         if not self.temperatures or any(not 0 <= t <= 5 for t in self.temperatures):
             raise ValueError(f"data.temperatures={list(self.temperatures)} are not usable: give numbers from 0 to 5")
         _positive("data", self, "max_prompt_tokens", "max_answer_tokens", "batch")
+        _not_negative("data", self, "max_prompts")
         if not 0 < self.held_out < 0.5:
             raise ValueError(f"data.held_out={self.held_out!r} is not usable: give a share between 0 and 0.5")
 
@@ -60,8 +62,9 @@ class DataRecipe:
 class HeadRecipe:
     """The head to make; see heads.config.HeadConfig.
 
-    context "target" starts from the target's own layers `layers` and reads their keys and values; "fused" has
-    `num_layers` layers with random weights over the fused states of `layers`. draft_vocab_size 0: the whole
+    context "target" starts from the target's own layers `layers`, reads their keys and values, and with
+    `anchor_feature` the target's last state; "fused" has `num_layers` layers with random weights over the fused states
+    of `layers`, in the form that DeepSpec, vLLM and SGLang load. draft_vocab_size 0: the whole
     vocabulary. kind "dspark" (markov_rank 0: DFlash) or "eagle3".
     """
 
