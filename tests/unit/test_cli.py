@@ -161,7 +161,7 @@ def test_options_reach_params_and_config(fake: type[fake_llm.FakeLLM], capsys: p
     assert (params.logit_bias, params.repetition_penalty) == ({11: -5}, 1.1)
     assert (llm.engine_config.exact, llm.engine_config.dtype, llm.engine_config.threads) == (True, "float32", 1)
     assert llm.engine_config.page_size == 32
-    assert (llm.speculation.method, llm.speculation.num_speculative_tokens) == ("suffix", 3)
+    assert (llm.speculation.method, llm.speculation.num_speculative_tokens) == ("auto", 3)
 
 
 def test_what_beats_what(fake: type[fake_llm.FakeLLM], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -209,7 +209,7 @@ def test_each_speculative_run_has_a_new_drafter(
     assert main(["generate", "hi", "--compare", "--repeat", "3"]) == 0
     plain, *speculative = fake.made
     assert plain.speculation.method == "none"
-    assert [llm.speculation.method for llm in speculative] == ["suffix"] * 3
+    assert [llm.speculation.method for llm in speculative] == ["auto"] * 3
     assert all(not llm.engine_config.prefix_reuse and llm.engine_config.max_num_seqs == 1 for llm in fake.made)
     # One warm-up on another prompt, then the prompt: a drafter never sees the prompt before it is measured.
     assert all(

@@ -42,8 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_subject(add: Callable[..., Any]) -> None:
     paths = "JSON lines: files, folders, or - for stdin (%(default)s)"
     drafts = (
-        "comma-separated: none, ngram, suffix, loop (all of the loop, drafts of no tokens) or draft models, each with "
-        ":int8 :int4 :fixed :adaptive :exact and @k after it, such as suffix@6 or NAME:int4@4 (%(default)s)"
+        "comma-separated: none, ngram, suffix, dspark, auto, loop (all of the loop, drafts of no tokens), draft models "
+        "or heads, each with :int8 :int4 :fixed :adaptive :exact and @k after it, such as suffix@6 or NAME:int4@4 "
+        "(%(default)s)"
     )
     peer = (
         "also measure transformers: generate, prompt lookup, and assisted generation with the first draft model; "

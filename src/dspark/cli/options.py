@@ -13,7 +13,7 @@ from dspark.config import Config, SpeculationConfig, load_config, speculation_co
 from dspark.params import SamplingParams
 
 DEFAULT_MODEL = "smollm2-135m"
-DEFAULT_DRAFT = "suffix"
+DEFAULT_DRAFT = "auto"
 DEFAULT_MAX_TOKENS = 256
 _ENGINE_OPTIONS = ("dtype", "device", "path", "exact", "quantization", "threads", "max_model_len")
 
@@ -51,7 +51,8 @@ def add_speculation_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--draft",
         metavar="NAME",
-        help=f"none, ngram, suffix, or a draft model: a name, folder or .gguf file (default: {DEFAULT_DRAFT}, "
+        help="none, ngram, suffix, dspark (the head that comes with the model), auto (head and suffix), or a draft "
+        f"model or head: a name, folder or .gguf file (default: {DEFAULT_DRAFT}, "
         "or what --config says)",
     )
     group.add_argument(

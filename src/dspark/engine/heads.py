@@ -78,6 +78,7 @@ def load_draft_head(target: Target, speculation: SpeculationConfig) -> Any:
             hidden_size=int(embed.shape[1]),
             num_layers=int(target.facts.config.get_text_config().num_hidden_layers),
             vocab_size=target.facts.vocab_size,
+            dtype=embed.dtype,
         )
         target.heads[key] = load_head(folder, embed=embed, head=head, target=shape).to(target.device)
     return target.heads[key]

@@ -32,7 +32,8 @@ class LLM:
     """A language model with speculative decoding.
 
     `model`: a packaged name (`dspark models list`), a folder, a GGUF file or a hub id. `draft`: "none", "ngram",
-    "suffix", or a model (same vocabulary) as draft model; `speculative_config` takes everything else, with vLLM's key
+    "suffix", "dspark" (the head that comes with dspark for this model), "auto" (that head and suffixes, by what each
+    promises), or a draft model or head by name or folder; `speculative_config` takes everything else, with vLLM's key
     names. Further keywords are those of dspark.config.EngineConfig. Raises ValueError naming cause and cure.
     """
 

@@ -37,6 +37,8 @@ def read_prompts(
     left_out = {"duplicate": 0, "too long": 0}
     for name in recipe.prompts:
         for text, task in _rows(Path(name)):
+            if recipe.tasks and task not in recipe.tasks:
+                continue
             left_out["duplicate"] += text in found
             found.setdefault(text, task)
     order = sorted(found, key=lambda text: _digest(text, recipe.seed))

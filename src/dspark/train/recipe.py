@@ -34,11 +34,13 @@ class DataRecipe:
     """Prompts, and how the target answers them.
 
     prompts: JSON-lines files (relative to the recipe), each row with "prompt", "question", "text" or "turns".
+    tasks: only rows of these (a row's "task", else its file's name); () all.
     temperatures: one answer a prompt for each of them. held_out: share of the prompts (by hash of the text) kept for
     validation and calibration. Prompts above max_prompt_tokens are left out and counted. max_prompts 0: all of them.
     """
 
     prompts: tuple[str, ...]
+    tasks: tuple[str, ...] = ()
     temperatures: tuple[float, ...] = (0.0,)
     max_prompts: int = 0
     max_prompt_tokens: int = 512
