@@ -25,6 +25,7 @@ BLOCK = 4
 def tiny_head(
     model: Any,
     *,
+    kind: str = "dspark",
     context: str = "target",
     layers: Sequence[int] = (0, 2),
     markov: str = "vanilla",
@@ -33,11 +34,14 @@ def tiny_head(
     feature: bool = True,
     confidence: bool = True,
     seed: int = 0,
-) -> SemiAutoregressiveHead:
+) -> Any:
     """A head for a tiny transformers model: its weights where the context is the target's, else random."""
+    if kind == "eagle3":
+        context = "fused"
     weights, reason = extract(model)
     assert weights is not None, reason
     recipe = HeadRecipe(
+        kind=kind,
         context=context,
         layers=tuple(layers),
         num_layers=2,
@@ -55,7 +59,7 @@ def tiny_head(
     generator = torch.Generator().manual_seed(seed)
     feature = config.anchor_feature
     with torch.no_grad():
-        if head.markov_head is not None:
+        if config.markov_rank:
             head.markov_head.markov_w2.weight.normal_(std=0.7, generator=generator)
         if feature:
             head.feature_proj.weight.normal_(std=0.3 / weights.hidden_size**0.5, generator=generator)

@@ -10,6 +10,7 @@ from dspark.model.runner import build_runner
 from dspark.params import SamplingParams
 from tests.driver import Driver
 from tests.fakes import ScriptedDrafter, make_engine, mostly_right, random_prompts, run
+from tests.tiny_heads import tiny_head
 from tests.tiny_models import FAMILIES, tiny_model
 
 VOCAB = 96
@@ -27,6 +28,21 @@ def test_greedy_text_equals_the_cpu(family, path):
     for drafter in (None, SuffixDrafter(), ScriptedDrafter(mostly_right(answers, vocab_size=VOCAB))):
         engine = make_engine(gpu, drafter=drafter, page_size=16, num_pages=64)
         assert [seq.output_token_ids for seq in run(engine, PROMPTS, params)] == expected
+
+
+@pytest.mark.parametrize("family", ("llama", "qwen3"))
+@pytest.mark.parametrize(
+    "shape", ({}, {"context": "fused", "layers": (0, 1, 2), "draft_vocab": 60}, {"kind": "eagle3", "layers": (0, 1, 2)})
+)
+def test_heads_draft_on_the_gpu(family, shape):
+    params = SamplingParams(temperature=0, max_tokens=24)
+    cpu = build_runner(tiny_model(family, vocab_size=VOCAB), path="torch")
+    expected = [seq.output_token_ids for seq in run(make_engine(cpu), PROMPTS, params)]
+    gpu = build_runner(tiny_model(family, vocab_size=VOCAB), path="torch", device="cuda")
+    head = tiny_head(tiny_model(family, vocab_size=VOCAB), **shape).to("cuda")
+    engine = make_engine(gpu, head=head, page_size=16, num_pages=64)
+    assert [seq.output_token_ids for seq in run(engine, PROMPTS, params)] == expected
+    assert engine.totals.record.num_verified > 0
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -67,6 +67,7 @@ NAMES = ("none", "ngram", "suffix", "model", "perfect", "always_wrong", "wrong_a
 HEADS = {
     "target": {},
     "fused": {"context": "fused", "layers": (0, 1, 2), "draft_vocab": 60},
+    "eagle3": {"kind": "eagle3", "layers": (0, 1, 2), "draft_vocab": 60},
     "dflash": {"context": "fused", "layers": (1, 2), "rank": 0, "feature": False, "confidence": False},
 }
 

@@ -82,11 +82,18 @@ def sampled(model, head, temperature, *, lie=False):
 
 
 @pytest.mark.parametrize("temperature", (0.7, 1.0))
-@pytest.mark.parametrize("context", ("target", "fused"))
-def test_sampled_answers_have_the_targets_law(context, temperature):
+@pytest.mark.parametrize(
+    "shape",
+    (
+        {"context": "target", "layers": (0, 2)},
+        {"context": "fused", "layers": (0, 1, 2)},
+        {"kind": "eagle3", "layers": (0, 1, 2)},
+    ),
+    ids=("target", "fused", "eagle3"),
+)
+def test_sampled_answers_have_the_targets_law(shape, temperature):
     model = tiny_model("llama", vocab_size=VOCAB)
-    layers = (0, 2) if context == "target" else (0, 1, 2)
-    head = tiny_head(tiny_model("llama", vocab_size=VOCAB), context=context, layers=layers, draft_vocab=9)
+    head = tiny_head(tiny_model("llama", vocab_size=VOCAB), draft_vocab=9, **shape)
     laws = marginals(tiny_model("llama", vocab_size=VOCAB), temperature)
     assert p_value(sampled(model, head, temperature), laws) > TOO_UNLIKELY
 

@@ -11,9 +11,13 @@ import torch
 from dspark.draft.block import NativeBlocks, TorchBlocks, context_layers, native_chain
 from dspark.draft.semi_ar import SemiAutoregressiveDrafter
 from dspark.engine.heads import build_head_drafter
+from dspark.heads.rope import rope_tables
 from dspark.model.build import library, reason
 from dspark.model.runner import build_runner
 from dspark.params import SamplingParams
+from dspark.train.answers import Example
+from dspark.train.blocks import greedy_chains, make_blocks
+from dspark.train.states import TargetStates
 from tests.fakes import add, make_engine, random_prompts, run
 from tests.tiny_heads import BLOCK, tiny_head, training_view
 from tests.tiny_models import tiny_model
@@ -102,6 +106,46 @@ def test_depths_from_1_to_8000(name, path):
         assert len(tokens) - 1 >= depth
         expected = training_view(head, runner, tokens + [0] * BLOCK, [len(tokens) - 1])[0]
         torch.testing.assert_close(hidden, expected, atol=3e-3, rtol=3e-3)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    "shape", ({"kind": "eagle3", "layers": (0, 1, 2)}, {"markov": "rnn"}), ids=("eagle3", "dspark")
+)
+def test_drafts_are_those_that_validation_counts(shape, path):
+    """Tokens of every draft against train.blocks.greedy_chains over the whole text. Without prefix reuse: its
+    page may end with the keys of another following token."""
+    model = tiny_model("qwen2", vocab_size=VOCAB)
+    head = tiny_head(tiny_model("qwen2", vocab_size=VOCAB), **shape)
+    runner = runner_on(model, path)
+    engine = make_engine(
+        runner, head=head, num_pages=40, max_tokens=13, max_seqs=4, max_drafts=BLOCK, prefix_reuse=False
+    )
+    drafter, seen = engine.speculator.drafter, []
+    propose = drafter.propose
+
+    def recording(rows, limits, **options):
+        drafts = propose(rows, limits, **options)
+        seen.extend((list(row.tokens), draft.tokens) for row, draft in zip(rows, drafts))
+        return drafts
+
+    drafter.propose = recording
+    rng = random.Random(3)
+    for i, prompt in enumerate(random_prompts(6, vocab_size=VOCAB)):
+        add(engine, prompt, SamplingParams(temperature=0, max_tokens=14), seq_id=i)
+    while engine.has_work:
+        engine.step()
+        if rng.random() < 0.15 and engine.scheduler.running:
+            engine.scheduler.preempt(engine.scheduler.running[-1])
+    assert len(seen) > 30
+    rope = rope_tables(head.config, head.config.max_positions)
+    for tokens, drafted in seen[:: max(1, len(seen) // 40)]:
+        example = Example(tokens=tuple(tokens) + (0,) * BLOCK, num_prompt=1, task="", temperature=0.0, held_out=False)
+        states = TargetStates(runner, head.config)([example.tokens])
+        blocks = make_blocks([example], [[len(tokens) - 1]], BLOCK)
+        with torch.no_grad():
+            expected = greedy_chains(head, blocks, states, rope)[0][0].tolist()
+        assert drafted == expected[: len(drafted)]
 
 
 @pytest.mark.parametrize("name", HEADS)

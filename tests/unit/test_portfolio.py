@@ -54,7 +54,7 @@ def test_each_row_gets_what_promises_more():
         portfolio.observe([row(1), row(2)], [verdict(3), verdict(0)])
     sources = [draft.source for draft in portfolio.propose([row(1), row(2)], [4, 4])]
     assert sources == ["dspark", "suffix"]
-    assert portfolio.expected(1) > 2 > 0.5 > portfolio.expected(2)
+    assert portfolio.expected(1) > 2 > 0.7 > portfolio.expected(2)
     lookup.survival = (0.99,) * 4
     assert [d.source for d in portfolio.propose([row(1), row(2)], [4, 4])] == ["suffix", "suffix"]
 

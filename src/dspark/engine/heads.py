@@ -100,7 +100,8 @@ def build_head_drafter(
     if runner.name == "native":
         blocks = NativeBlocks(head, cache, layers, quantization=quantization, threads=threads)
         if head.confidence_head is not None:  # else confidence is a probability, which the chain does not compute
-            chain = native_chain(head, threads=threads or torch.get_num_threads())
+            exact = cache.keys[0].dtype == torch.float32
+            chain = native_chain(head, threads=threads or torch.get_num_threads(), exact_weights=exact)
     else:
         blocks = TorchBlocks(head, cache, layers)
     return registry()["dspark"](

@@ -80,7 +80,9 @@ def _attend(
     # (G, H/G, N, B, E): the query heads of a group beside one another
     q = q.view(num, size, groups, heads // groups, dim).permute(2, 3, 0, 1, 4)
     k, v = k.permute(2, 0, 1, 3).unsqueeze(1), v.permute(2, 0, 1, 3).unsqueeze(1)
-    seen = torch.matmul(q.reshape(groups, -1, dim), keys.permute(1, 2, 0)).view(*q.shape[:4], reach)
+    seen = torch.matmul(q.reshape(groups, num * size * (heads // groups), dim), keys.permute(1, 2, 0)).view(
+        *q.shape[:4], reach
+    )
     positions = torch.arange(reach, device=q.device)
     hidden = positions >= anchors.view(-1, 1, 1)
     if window:
@@ -90,7 +92,9 @@ def _attend(
     own = torch.matmul(q, k.transpose(-1, -2)).float()
     weights = torch.softmax(torch.cat([seen, own], dim=-1) * scale, dim=-1).to(q.dtype)
     far, near = weights.split([reach, size], dim=-1)
-    out = torch.matmul(far.reshape(groups, -1, reach), values.transpose(0, 1)).view(*q.shape) + torch.matmul(near, v)
+    out = torch.matmul(far.reshape(groups, num * size * (heads // groups), reach), values.transpose(0, 1)).view(
+        *q.shape
+    ) + torch.matmul(near, v)
     return out.permute(2, 3, 0, 1, 4).reshape(num, size, heads, dim)
 
 

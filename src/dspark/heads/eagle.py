@@ -149,13 +149,13 @@ def _attend(q: Tensor, rows: Rows, context: Rows, anchors: Tensor) -> Tensor:
     own_keys, own_values = (x.transpose(1, 2) for x in rows)  # (N, G, J, E)
     q = q.view(num, groups, heads // groups, dim)
     # (G, N * H/G, reach): the context is shared, so its product is one a group
-    far = torch.matmul(q.transpose(0, 1).reshape(groups, -1, dim), keys.transpose(1, 2))
+    far = torch.matmul(q.transpose(0, 1).reshape(groups, num * (heads // groups), dim), keys.transpose(1, 2))
     far = far.view(groups, num, heads // groups, reach).transpose(0, 1).float()
     ahead = torch.arange(reach, device=q.device) >= anchors.view(-1, 1, 1, 1)
     near = torch.matmul(q, own_keys.transpose(-1, -2)).float()
     scores = torch.cat([far.masked_fill(ahead, -torch.inf), near], dim=-1) * dim**-0.5
     weights = torch.softmax(scores, dim=-1).to(q.dtype)
     far, near = weights.split([reach, near.shape[-1]], dim=-1)
-    seen = torch.matmul(far.transpose(0, 1).reshape(groups, -1, reach), values)
+    seen = torch.matmul(far.transpose(0, 1).reshape(groups, num * (heads // groups), reach), values)
     seen = seen.view(groups, num, heads // groups, dim).transpose(0, 1)
     return (seen + torch.matmul(near, own_values)).reshape(num, heads, dim)

@@ -77,7 +77,7 @@ class NativeChain:
                 args.gate, args.gate_bias = self._floats(gate[0]), self._floats(gate[1])
         if confidence is not None:
             args.sure = self._floats(confidence[0].flatten())
-            args.sure_bias = float(confidence[1])
+            args.sure_bias = float(confidence[1].detach())
             args.sure_with_rank = int(confidence[0].numel() > hidden_size)
         loaded.dspark_chain_create.argtypes = [c_void_p]
         loaded.dspark_chain_create.restype = c_void_p

@@ -249,9 +249,10 @@ class Trainer:
             raise ValueError(f"{path} cannot be read ({error}): delete it to train from the start") from None
         if not torch.equal(value["draft_ids"].cpu(), self.head.draft_ids.cpu()):
             raise ValueError(f"{path} is of another draft vocabulary: choose another output folder, or delete it")
-        missing, unexpected = self.head.load_state_dict(value["head"], strict=False)
-        if set(missing) - set(FROZEN) or unexpected:
+        shapes = {name: p.shape for name, p in self.head.state_dict().items() if name not in FROZEN}
+        if shapes != {name: p.shape for name, p in value["head"].items()}:
             raise ValueError(f"{path} is of another head: choose another output folder, or delete it")
+        self.head.load_state_dict(value["head"], strict=False)
         self.optimizer.load_state_dict(value["optimizer"])
         self.progress = Progress(**value["progress"])
         return True
