@@ -6,7 +6,7 @@ Shapes: N blocks, B positions of a block, D hidden, H query heads, G key-value h
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -53,30 +53,33 @@ def rotate(x: Tensor, rope: Rope) -> Tensor:
     return (x.float() * cos + torch.cat([-second, first], dim=-1) * sin).to(x.dtype)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, context: Context, *, scale: float) -> Tensor:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, context: Context, *, scale: float, kernel: Callable[..., Tensor] | None = None
+) -> Tensor:
     """q (N, B, H, E), k and v (N, B, G, E) of the blocks, rotated -> (N, B, H, E).
 
     Every position of a block sees its context up to the anchor and the whole block in both directions (DSpark,
-    section 3.1). Softmax in float32.
+    section 3.1). Softmax in float32. `kernel`: what does one sequence (a BlockAttention).
     """
+    kernel = kernel or _attend
     parts, start = [], 0
     for keys, values, count in zip(context.keys, context.values, context.counts, strict=True):
         rows = slice(start, start + count)
         start += count
         if count:
             anchors = context.anchors[rows]
-            parts.append(_attend(q[rows], k[rows], v[rows], keys, values, anchors, scale, context.window))
+            reach = int(anchors.max())
+            part = q[rows], k[rows], v[rows], keys[:reach].to(q.dtype), values[:reach].to(q.dtype)
+            parts.append(kernel(*part, anchors, scale, context.window))
     return torch.cat(parts)
 
 
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, anchors: Tensor, scale: float, window: int
 ) -> Tensor:
-    """The blocks of one sequence."""
+    """The blocks of one sequence, with the context that the last of them sees."""
     num, size, heads, dim = q.shape
-    groups = k.shape[2]
-    reach = int(anchors.max())
-    keys, values = keys[:reach].to(q.dtype), values[:reach].to(q.dtype)
+    groups, reach = k.shape[2], keys.shape[0]
     # (G, H/G, N, B, E): the query heads of a group beside one another
     q = q.view(num, size, groups, heads // groups, dim).permute(2, 3, 0, 1, 4)
     k, v = k.permute(2, 0, 1, 3).unsqueeze(1), v.permute(2, 0, 1, 3).unsqueeze(1)
@@ -98,6 +101,22 @@ def _attend(
     return out.permute(2, 3, 0, 1, 4).reshape(num, size, heads, dim)
 
 
+class Rotation(nn.Module):
+    """`rotate` as a module, so that it can be compiled where it stands."""
+
+    def forward(self, x: Tensor, rope: Rope) -> Tensor:
+        return rotate(x, rope)
+
+
+class BlockAttention(nn.Module):
+    """Attention of the blocks of one sequence; see `attend`."""
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, anchors: Tensor, scale: float, window: int
+    ) -> Tensor:
+        return _attend(q, k, v, keys, values, anchors, scale, window)
+
+
 class Attention(nn.Module):
     """Projections of one layer, named as in DeepSpec's checkpoints."""
 
@@ -113,17 +132,18 @@ class Attention(nn.Module):
             self.q_norm = RMSNorm(dim, config.rms_norm_eps)
             self.k_norm = RMSNorm(dim, config.rms_norm_eps)
         self.qk_norm = config.qk_norm
+        self.rotate = Rotation()
 
     def query(self, x: Tensor, rope: Rope) -> Tensor:
         """x (..., D) -> (..., H, E), rotated."""
         q = self.q_proj(x).unflatten(-1, (self.heads, self.dim))
-        return rotate(self.q_norm(q) if self.qk_norm else q, rope)
+        return self.rotate(self.q_norm(q) if self.qk_norm else q, rope)
 
     def key_value(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
         """x (..., D) -> keys, rotated, and values, each (..., G, E)."""
         k = self.k_proj(x).unflatten(-1, (self.groups, self.dim))
         v = self.v_proj(x).unflatten(-1, (self.groups, self.dim))
-        return rotate(self.k_norm(k) if self.qk_norm else k, rope), v
+        return self.rotate(self.k_norm(k) if self.qk_norm else k, rope), v
 
 
 class MLP(nn.Module):
@@ -146,6 +166,7 @@ class BlockLayer(nn.Module):
         super().__init__()
         self.scale = config.head_dim**-0.5
         self.self_attn = Attention(config)
+        self.attention = BlockAttention()
         self.mlp = MLP(config)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -154,5 +175,13 @@ class BlockLayer(nn.Module):
         normed = self.input_layernorm(x)
         q = self.self_attn.query(normed, rope)
         k, v = self.self_attn.key_value(normed, rope)
-        x = x + self.self_attn.o_proj(attend(q, k, v, context, scale=self.scale).flatten(-2))
+        attended = attend(q, k, v, context, scale=self.scale, kernel=self.attention)
+        x = x + self.self_attn.o_proj(attended.flatten(-2))
         return x + self.mlp(self.post_attention_layernorm(x))
+
+
+def compile_parts(head: nn.Module) -> None:
+    """Have torch.compile fuse what stands between the matrix products; shapes stay dynamic. For training."""
+    for module in head.modules():
+        if isinstance(module, (RMSNorm, Rotation, BlockAttention, MLP)):
+            module.compile(dynamic=True)

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dspark.heads.blocks import compile_parts
 from dspark.heads.rope import rope_tables
 from dspark.train.answers import Example
 from dspark.train.blocks import Blocks, Head, choose_anchors, make_blocks, output_logits, teacher_forced
@@ -82,7 +83,10 @@ class Trainer:
         )
         self.progress = Progress()
         self.num_steps = math.ceil(recipe.blocks / (recipe.sequences * recipe.anchors))
-        self.forward = torch.compile(teacher_forced) if recipe.compile else teacher_forced
+        self.losses = block_losses
+        if recipe.compile:
+            compile_parts(self.head)
+            self.losses = torch.compile(block_losses, dynamic=True)
 
     def run(self, *, max_seconds: float | None = None, stop: Callable[[], bool] = lambda: False) -> bool:
         """Train until done, `stop()` is true, or `max_seconds` of this call have passed; True when done. Checkpoints
@@ -157,13 +161,13 @@ class Trainer:
         law = self._target_law(blocks, states) if recipe.temperature else None
         totals = dict.fromkeys(("loss", "ce", "l1", "confidence", "accept_first"), 0.0)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocast):
-            outputs = self.forward(self.head, blocks, states, self.rope)
+            outputs = teacher_forced(self.head, blocks, states, self.rope)
             leaves: list[Tensor | None] = [None if t is None else t.detach().requires_grad_() for t in outputs]
             for start in range(0, len(labels), CHUNK):
                 part = slice(start, start + CHUNK)
                 hidden, latents, confidence = (None if leaf is None else leaf[part] for leaf in leaves)
                 assert hidden is not None
-                sums = block_losses(
+                sums = self.losses(
                     output_logits(self.head, hidden, latents).float(),
                     labels[part],
                     weights[part],
