@@ -29,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--set", action="append", default=[], metavar="A.B=C", help="one setting, such as training.blocks=1000")
     add("--max-minutes", type=float, metavar="N", help="stop training after N minutes, to be continued later")
+    add("--answers", metavar="DIR", help="the target's answers, to be shared between runs (default: answers in --out)")
     add("--answers-only", action="store_true", help="let the target answer the prompts, and stop")
     add("--export-only", action="store_true", help="write head/ from the last checkpoint without training further")
     add("--save-as", choices=("bfloat16", "float32", "int8"), default="bfloat16", help="of the head (%(default)s)")
@@ -48,6 +49,7 @@ def run(args: argparse.Namespace) -> int:
     training = TrainingRun(
         recipe,
         Path(args.out),
+        answers=None if args.answers is None else Path(args.answers),
         generate=lazy_generate(recipe.target, device=args.device, threads=args.threads, batch=recipe.data.batch),
         device=args.device,
         threads=args.threads,

@@ -66,14 +66,15 @@ class HeadRecipe:
 
     context "target" starts from the target's own layers `layers`, reads their keys and values, and with
     `anchor_feature` the target's last state; "fused" has `num_layers` layers with random weights over the fused states
-    of `layers`, in the form that DeepSpec, vLLM and SGLang load. draft_vocab_size 0: the whole
-    vocabulary. kind "dspark" (markov_rank 0: DFlash) or "eagle3".
+    of `layers`, in the form that DeepSpec, vLLM and SGLang load. intermediate_size 0: the target's. draft_vocab_size 0:
+    the whole vocabulary. kind "dspark" (markov_rank 0: DFlash) or "eagle3".
     """
 
     kind: str = "dspark"
     context: str = "target"
     layers: tuple[int, ...]
     num_layers: int = 2
+    intermediate_size: int = 0
     draft_vocab_size: int = 0
     block_size: int = 7
     anchor_feature: bool = True
@@ -83,7 +84,9 @@ class HeadRecipe:
 
     def __post_init__(self) -> None:
         _positive("head", self, "block_size", "num_layers")
-        _not_negative("head", self, "markov_rank", "draft_vocab_size")
+        _not_negative("head", self, "markov_rank", "draft_vocab_size", "intermediate_size")
+        if self.context == "target" and self.intermediate_size:
+            raise ValueError("head.intermediate_size goes with context 'fused': layers of the target keep their size")
 
 
 @dataclass(frozen=True, kw_only=True)

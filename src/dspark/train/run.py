@@ -42,12 +42,14 @@ class TrainingRun:
         folder: Path,
         *,
         generate: Generate,
+        answers: Path | None = None,
         device: str = "auto",
         threads: int | None = None,
         progress: Progress | None = None,
         sink: Callable[[Row], None] | None = None,
     ) -> None:
-        """`generate` answers prompts with the target (see answers.Generate). device "auto": cuda where there is one.
+        """`generate` answers prompts with the target (see answers.Generate). `answers`: the folder of its answers, so
+        that several runs can share them; by default the run's own. device "auto": cuda where there is one.
         Raises ValueError for a recipe that does not fit its target."""
         if threads is not None:
             torch.set_num_threads(threads)
@@ -57,6 +59,7 @@ class TrainingRun:
         self.recipe = recipe
         self.folder = folder
         self.generate = generate
+        self.answers_folder = answers or folder / "answers"
         self.progress = progress
         self.sink = sink
         self.loaded: LoadedModel = load_model(recipe.target, device=device, progress=progress)
@@ -82,7 +85,7 @@ class TrainingRun:
             prompts,
             self.recipe.data,
             target=self.recipe.target,
-            folder=self.folder / "answers",
+            folder=self.answers_folder,
             generate=self.generate,
             progress=self.progress,
         )

@@ -31,7 +31,7 @@ def config_for(
         kind=recipe.kind,
         context=recipe.context,
         hidden_size=weights.hidden_size,
-        intermediate_size=first.down.shape[1],
+        intermediate_size=recipe.intermediate_size or first.down.shape[1],
         num_layers=len(recipe.layers) if target else 1 if recipe.kind == "eagle3" else recipe.num_layers,
         num_heads=weights.num_heads,
         num_kv_heads=weights.num_kv_heads,
