@@ -6,10 +6,14 @@ import asyncio
 import warnings
 
 import pytest
+import torch
+import transformers
 
 from dspark import LLM, AsyncLLM, SamplingParams
 from dspark.config import SpeculationConfig
+from dspark.heads.checkpoint import save_head
 from tests.tiny_folder import tiny_folder
+from tests.tiny_heads import tiny_head
 
 PROMPTS = ["hello hello hello", "a", "the quick brown fox, the quick brown"]
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
@@ -224,3 +228,31 @@ def test_a_draft_with_windows_reads_long_prompts(tmp_path_factory):
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     (answer,) = llm.generate([[5 + i % 50 for i in range(400)]], params)
     assert answer.outputs[0].speculation.acceptance_rate > 0.9
+
+
+@pytest.mark.parametrize(
+    "shape", ({}, {"confidence": False}, {"context": "fused", "layers": (0, 1)}, {"kind": "eagle3"})
+)
+@pytest.mark.parametrize("path", ("auto", "torch"))
+def test_heads_in_bfloat16(folder, tmp_path, shape, path):
+    """Every kind of head on a target in 16 bits, greedy and sampled, with measured costs: seeded texts stay."""
+    layers = {"layers": (0, 1, 2)} if shape.get("kind") == "eagle3" else {}
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    save_head(tiny_head(model, **shape, **layers), tmp_path, target_name="tiny", dtype="bfloat16")
+    plain = LLM(folder, dtype="bfloat16", exact=True, path="auto" if path == "auto" else "torch")
+    params = [GREEDY, SamplingParams(temperature=0.9, seed=4, max_tokens=20)]
+    for method, policy in (("model", "adaptive"), ("auto", "adaptive"), ("auto", "fixed"), ("model", "fixed")):
+        llm = plain.variant(speculation=SpeculationConfig(method=method, model=str(tmp_path), policy=policy))
+        for one in params:
+            expected = [out.outputs[0].token_ids for out in plain.generate(PROMPTS, one)]
+            assert [out.outputs[0].token_ids for out in llm.generate(PROMPTS, one)] == expected
+        llm.generate(PROMPTS, SamplingParams(temperature=0.9, max_tokens=12))  # not seeded: draws from the head's law
+        assert llm.stats.record.num_drafted > 0 or policy == "adaptive"
+
+
+def test_a_cache_of_a_few_pages_leaves_no_place_for_blocks(folder, tmp_path):
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    save_head(tiny_head(model), tmp_path, target_name="tiny")
+    llm = LLM(folder, draft=str(tmp_path), max_model_len=16, max_num_seqs=1, page_size=16)
+    [out] = llm.generate(["abc"], SamplingParams(temperature=0, max_tokens=40))
+    assert out.outputs[0].finish_reason == "length"

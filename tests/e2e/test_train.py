@@ -109,6 +109,10 @@ def test_the_command_line_takes_a_heads_folder(trained, target, capsys):
         (["--set", "data.max_answer_tokens=9"], "other settings"),
         (["--set", "head.draft_vocab_size=100"], "another draft vocabulary"),
         (["--set", "head.markov_rank=4"], "another head"),
+        (["--set", "head.layers=[1, 2]"], "another head"),
+        (["--set", "head.block_size=3"], "another head"),
+        (["--set", "target.x=1"], "not a table"),
+        (["--threads", "0"], "threads=0"),
     ),
 )
 def test_a_recipe_that_does_not_fit_is_a_users_error(trained, capsys, arguments, words):
@@ -119,6 +123,13 @@ def test_a_recipe_that_does_not_fit_is_a_users_error(trained, capsys, arguments,
     assert main(["train", recipe, "--out", str(run), *arguments]) == 2
     error = [line for line in capsys.readouterr().err.splitlines() if line.startswith("dspark: error")]
     assert len(error) == 1 and words in error[0]
+
+
+def test_nothing_is_exported_without_a_checkpoint(trained, tmp_path, capsys):
+    kind, run = trained
+    arguments = ["--answers", str(run / "answers"), "--export-only"]
+    assert main(["train", str(run.parent / "recipe.toml"), "--out", str(tmp_path), *arguments]) == 2
+    assert "no checkpoint" in capsys.readouterr().err and not (tmp_path / "head").exists()
 
 
 def test_heads_that_do_not_fit_are_refused_in_one_line(trained, target, tmp_path):

@@ -124,3 +124,32 @@ def test_small_cache_preempts_and_small_budget_chunks(family):
     assert [seq.output_token_ids for seq in seqs] == [answers[tuple(p)] for p in prompts]
     if 0 in engine.cache.windows:  # where every layer has a window, pages come back by themselves
         assert engine.totals.num_preempted > 0
+
+
+@pytest.mark.parametrize("path", ("torch", "native"))
+@pytest.mark.parametrize("name", HEADS)
+def test_a_draft_that_foresees_the_end_ends_the_answer(path, name):
+    """Every token of the answers once as the end: an accepted draft may be the last token, and other rows go on."""
+    if path not in paths():
+        pytest.skip("no C++ compiler for the native path")
+    runner = build_runner(tiny_model("llama", vocab_size=VOCAB), path=path)
+    head = tiny_head(tiny_model("llama", vocab_size=VOCAB), **HEADS[name])
+    prompts = random_prompts(6, vocab_size=VOCAB)
+    params = SamplingParams(temperature=0, max_tokens=NEW)
+    plain = [seq.output_token_ids for seq in run(make_engine(runner), prompts, params)]
+    for end in sorted({token for answer in plain for token in answer})[:12]:
+        expected = [answer[: answer.index(end) + 1] if end in answer else answer for answer in plain]
+        engine = make_engine(runner, head=head, eos=(end,))
+        drafter = engine.speculator.drafter
+        propose = drafter.propose
+
+        def foresee(rows, limits, _propose=propose, _plain=plain, **options):
+            drafts = _propose(rows, limits, **options)  # the head's own work, then the truth in its place
+            for row, limit, draft in zip(rows, limits, drafts):
+                answer = _plain[prompts.index(row.tokens[: row.num_prompt])]
+                draft.tokens = answer[len(row.tokens) - row.num_prompt :][: min(limit, 4)]
+                draft.survival = [0.9] * len(draft.tokens)
+            return drafts
+
+        drafter.propose = foresee
+        assert [seq.output_token_ids for seq in run(engine, prompts, params)] == expected

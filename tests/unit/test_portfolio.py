@@ -44,7 +44,7 @@ def verdict(accepted):
 
 def make(*, head=(0.9, 0.8, 0.7), lookup=(), price=0.2):
     parts = Fixed("dspark", head), Fixed("suffix", lookup)
-    return Portfolio(parts[0], lookup=parts[1], price=lambda rows: price), *parts
+    return Portfolio(parts[0], lookup=parts[1], price=lambda greedy, sampled: price), *parts
 
 
 def test_each_row_gets_what_promises_more():
@@ -93,6 +93,6 @@ def test_every_part_is_told_and_forgets():
     assert head.observed == [(1, "taps")] and lookup.observed == [(1, None)]
     portfolio.forget(1)
     assert head.forgotten == lookup.forgotten == [1] and not portfolio.rows
-    alone = Portfolio(head, price=lambda rows: 0.1)
+    alone = Portfolio(head, price=lambda greedy, sampled: 0.1)
     assert alone.name == "dspark"
     assert alone.propose([row(1)], [2])[0].source == "dspark"

@@ -64,6 +64,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _train(training: TrainingRun, examples: Sequence[Any], args: argparse.Namespace, console: Console) -> int:
     trainer = training.trainer(examples)
+    if args.export_only and not trainer.progress.step:
+        raise ValueError(f"{args.out} has no checkpoint to export from: train first, or check --out")
     stopped = []
     previous = signal.signal(signal.SIGINT, lambda *_: stopped.append(True))
     try:

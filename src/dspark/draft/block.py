@@ -87,7 +87,7 @@ class TorchBlocks:
 
     def _pages(self, seq_id: int, group: int, length: int) -> Tensor:
         pages = self.cache.sequences[seq_id].tables[group].pages[: -(-length // self.cache.page_size)]
-        return torch.tensor(pages, device=self.cache.keys[0].device)
+        return torch.tensor(pages, dtype=torch.long, device=self.cache.keys[0].device)
 
 
 class NativeBlocks:

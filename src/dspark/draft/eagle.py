@@ -45,7 +45,8 @@ class EagleDrafter:
         self.rope = rope_tables(head.config, head.config.max_positions, device=self.device)
         self.draft_ids = head.draft_ids.to(self.device)
         self.padding: Tensor = self.draft_ids >= num_valid_tokens
-        self.features: dict[int, Tensor] = {}
+        self.features: dict[int, tuple[int, Tensor]] = {}
+        """Position and fused state of the last cached token of each sequence."""
 
     @torch.no_grad()
     def propose(
@@ -65,7 +66,7 @@ class EagleDrafter:
         laws: dict[int, list[Tensor]] = {i: [] for i in able}
         claims = dict.fromkeys(able, 1.0)
         context = self._context([rows[i] for i in able])
-        feature = torch.stack([self.features[rows[i].seq_id] for i in able])
+        feature = torch.stack([self.features[rows[i].seq_id][1] for i in able])
         read = torch.tensor([rows[i].tokens[-1] for i in able], device=self.device)
         own = None
         active = set(able)
@@ -74,11 +75,11 @@ class EagleDrafter:
             step = self.head.step(read, feature, (self.rope[0][place], self.rope[1][place]), context, own)
             feature, own = step.hidden, step.rows
             logits = step.logits.float().masked_fill(self.padding, -torch.inf)
-            chosen = self._choose(able, active, rows, drafts, logits, laws, claims)
-            active = {i for i in active if len(drafts[i].tokens) < limits[i] and claims[i] >= floors[i]} & set(chosen)
+            self._choose(able, active, rows, drafts, logits, laws, claims)
+            active = {i for i in active if len(drafts[i].tokens) < limits[i] and claims[i] >= floors[i]}
             if not active:
                 break
-            read = torch.tensor([drafts[i].tokens[-1] if drafts[i].tokens else 0 for i in able], device=self.device)
+            read = torch.tensor([drafts[i].tokens[-1] for i in able], device=self.device)
         for i in able:
             if laws[i]:
                 drafts[i].q = torch.stack(laws[i])
@@ -96,7 +97,8 @@ class EagleDrafter:
 
     def _can_draft(self, row: DraftRow) -> bool:
         anchor = len(row.tokens) - 1
-        complete = row.num_cached == anchor and row.seq_id in self.features
+        known, _ = self.features.get(row.seq_id, (-2, None))
+        complete = row.num_cached == anchor and known == anchor - 1
         return complete and anchor + self.head.config.block_size <= self.max_positions
 
     def _context(self, rows: Sequence[DraftRow]) -> Context:
@@ -105,8 +107,8 @@ class EagleDrafter:
         keys, values, lengths = [], [], []
         for row in rows:
             length = row.num_cached - 1
-            pages = torch.tensor(self.cache.sequences[row.seq_id].tables[group].pages[: -(-length // size)])
-            pages = pages.long().to(self.device)
+            owned = self.cache.sequences[row.seq_id].tables[group].pages[: -(-length // size)]
+            pages = torch.tensor(owned, dtype=torch.long, device=self.device)
             keys.append(self.cache.keys[self.layer][pages].flatten(0, 1)[:length])
             values.append(self.cache.values[self.layer][pages].flatten(0, 1)[:length])
             lengths.append(length)
@@ -123,12 +125,11 @@ class EagleDrafter:
         logits: Tensor,
         laws: dict[int, list[Tensor]],
         claims: dict[int, float],
-    ) -> list[int]:
-        """One token for each active row; returns those that got one."""
+    ) -> None:
+        """One token for each active row."""
         top, best = logits.max(dim=-1)
         sure = torch.exp(top - torch.logsumexp(logits, dim=-1)).tolist()
         ids = self.draft_ids[best].tolist()
-        chosen = []
         for n, i in enumerate(able):
             if i not in active:
                 continue
@@ -138,8 +139,6 @@ class EagleDrafter:
                 spread = logits.new_full((self.vocab_size,), -torch.inf)
                 spread[self.draft_ids] = logits[n]
                 law = row.sampler.law(spread[None], row.tokens, draft.tokens)[0]
-                if not bool(torch.isfinite(law).all()):
-                    continue  # the processors allow none of the draft's tokens here
                 claim = float(law.max())
                 if row.params.greedy:
                     token = int(law.argmax())
@@ -149,8 +148,6 @@ class EagleDrafter:
             claims[i] *= claim
             draft.tokens.append(token)
             draft.survival.append(claims[i])
-            chosen.append(i)
-        return chosen
 
     @torch.no_grad()
     def _store(self, rows: Sequence[DraftRow], taps: Taps) -> None:
@@ -161,10 +158,11 @@ class EagleDrafter:
         for i, row in enumerate(rows):
             first, stop = packed.row_starts[i : i + 2].tolist()
             start = int(packed.positions[first])
-            count = min(stop - first, row.num_cached - start)
+            # The last token of a finished answer is cached and has no token after it.
+            count = min(stop - first, row.num_cached - start, len(row.tokens) - 1 - start)
             index += range(first, first + count)
             following += row.tokens[start + 1 : start + 1 + count]
-            self.features[row.seq_id] = features[first + count - 1].clone()
+            self.features[row.seq_id] = (start + count - 1, features[first + count - 1].clone())
         positions = torch.from_numpy(packed.positions[index]).long().to(self.device)
         k, v = self.head.keys_values(
             torch.tensor(following, device=self.device),

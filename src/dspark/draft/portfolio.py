@@ -41,8 +41,9 @@ class Portfolio:
     head rests is asked again every PROBE_EVERY steps.
     """
 
-    def __init__(self, head: Drafter, *, lookup: Drafter | None = None, price: Callable[[int], float]) -> None:
-        """price(rows): seconds of a draft pass of the head over those of a target pass, for that many rows."""
+    def __init__(self, head: Drafter, *, lookup: Drafter | None = None, price: Callable[[int, int], float]) -> None:
+        """price(greedy, sampled): seconds of a draft pass of the head over those of a target pass, for that many rows
+        of either kind."""
         self.head = head
         self.lookup = lookup
         self.price = price
@@ -63,7 +64,8 @@ class Portfolio:
         drafts = [Draft(source=self.name) for _ in rows]
         if self.lookup is not None:
             drafts = self.lookup.propose(rows, limits, floors=floors, masks=masks)
-        price = self.price(len(rows))
+        num_greedy = sum(row.sampler is None or row.sampler.plain_greedy for row in rows)
+        price = self.price(num_greedy, len(rows) - num_greedy)
         chosen = [
             i
             for i, (row, limit, draft) in enumerate(zip(rows, limits, drafts))

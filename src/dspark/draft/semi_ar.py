@@ -63,7 +63,8 @@ class SemiAutoregressiveDrafter:
         self.taps: Sequence[int] = head.config.taps
         self.num_places = blocks.places
         self.max_positions = head.config.max_positions
-        self.features: dict[int, Tensor] = {}
+        self.features: dict[int, tuple[int, Tensor]] = {}
+        """Position and final state of the last cached token of each sequence."""
         self.device = cache.keys[0].device
         self.draft_ids = head.draft_ids.to(self.device)
         self.padding: Tensor = self.draft_ids >= num_valid_tokens
@@ -116,7 +117,7 @@ class SemiAutoregressiveDrafter:
             for i, row in enumerate(rows):
                 first = int(taps.packed.row_starts[i])
                 start = int(taps.packed.positions[first])
-                self.features[row.seq_id] = final[first + row.num_cached - 1 - start].clone()
+                self.features[row.seq_id] = (row.num_cached - 1, final[first + row.num_cached - 1 - start].clone())
 
     def forget(self, seq_id: int) -> None:
         self.features.pop(seq_id, None)
@@ -126,7 +127,10 @@ class SemiAutoregressiveDrafter:
     def _can_draft(self, row: DraftRow) -> bool:
         """All but the last token are cached, and the whole block fits."""
         anchor = len(row.tokens) - 1
-        complete = row.num_cached == anchor and (not self.head.config.anchor_feature or row.seq_id in self.features)
+        complete = row.num_cached == anchor
+        if self.head.config.anchor_feature:  # one of before a preemption may be another token's
+            known, _ = self.features.get(row.seq_id, (-2, None))
+            complete = complete and known == anchor - 1
         return complete and anchor + self.head.config.num_rows <= self.max_positions
 
     @torch.no_grad()
@@ -134,7 +138,7 @@ class SemiAutoregressiveDrafter:
         tokens = torch.tensor([row.tokens[-1] for row in rows], device=self.device)
         features = None
         if self.head.config.anchor_feature:
-            features = torch.stack([self.features[row.seq_id] for row in rows])
+            features = torch.stack([self.features[row.seq_id][1] for row in rows])
         inputs = self.head.inputs(tokens, features)
         anchors = np.array([len(row.tokens) - 1 for row in rows], np.int32)
         return self.blocks([row.seq_id for row in rows], anchors, inputs)
@@ -150,6 +154,7 @@ class SemiAutoregressiveDrafter:
             limits = np.array([jobs[n].limit for n in chosen], np.int32)
             tokens, sure = self.chain(logits, hidden, np.array(anchors, np.int32), limits)
         else:
+            hidden = hidden.to(self.head.dtype)
             found = self.head.draft_greedily(hidden, torch.tensor(anchors, device=self.device), base=logits)
             tokens, sure = found[0].cpu().numpy(), found[1].float().cpu().numpy()
         survival = np.cumprod(1 / (1 + np.exp(-sure / self.temperatures)), axis=1)
@@ -175,8 +180,6 @@ class SemiAutoregressiveDrafter:
                 state, bias = head.markov_head.step(state, previous, at)
                 words = words + bias[0].float()
             law = row.sampler.law(self._spread(words)[None], row.tokens, draft.tokens)[0]
-            if not bool(torch.isfinite(law).all()):
-                break  # the processors allow none of the draft's tokens here
             if head.confidence_head is not None:
                 sure = float(head.confidence(at, previous)[0]) / float(self.temperatures[j])
                 claim *= 1 / (1 + np.exp(-sure))

@@ -174,12 +174,19 @@ def _head_speculator(
         threads=config.threads,
     )
     num_tokens = speculation.num_speculative_tokens
-    if speculation.policy == "fixed" or not num_tokens:
-        return Speculator(drafter=drafter, policy=FixedLength(num_tokens), max_tokens=num_tokens)
-    cost = target.cost(runner, page_size=config.page_size)
-    draft_cost = measure_head_cost(drafter)
     lookup = registry()["suffix"](**speculation.drafter_settings()) if speculation.method == "auto" else None
-    portfolio = Portfolio(drafter, lookup=lookup, price=lambda rows: draft_cost.seconds(rows) / cost.seconds(rows))
+    if speculation.policy == "fixed" or not num_tokens:
+        fixed = drafter if lookup is None else Portfolio(drafter, lookup=lookup, price=lambda greedy, sampled: 0.0)
+        return Speculator(drafter=fixed, policy=FixedLength(num_tokens), max_tokens=num_tokens)
+    cost = target.cost(runner, page_size=config.page_size)
+    draft_cost = measure_head_cost(drafter, num_tokens=num_tokens)
+    sampled_cost = measure_head_cost(drafter, num_tokens=num_tokens, temperature=1.0)
+
+    def price(greedy: int, sampled: int) -> float:
+        seconds = (draft_cost.seconds(greedy) if greedy else 0.0) + (sampled_cost.seconds(sampled) if sampled else 0.0)
+        return seconds / cost.seconds(greedy + sampled)
+
+    portfolio = Portfolio(drafter, lookup=lookup, price=price)
     return Speculator(
         drafter=portfolio,
         policy=FixedLength(num_tokens),

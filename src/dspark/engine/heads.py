@@ -12,9 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dspark.config import SpeculationConfig
-from dspark.draft.base import registry
+from dspark.draft.base import DraftRow, registry
 from dspark.model.cache import KVCache
+from dspark.model.load import resolve
+from dspark.params import SamplingParams
 from dspark.plan.cost import CostTable, profile
+from dspark.sampling import Processors, RowSampler
 
 if TYPE_CHECKING:
     from dspark.draft.base import Drafter
@@ -45,12 +48,10 @@ def is_head(folder: Path) -> bool:
 def find_head(target: Target, speculation: SpeculationConfig) -> Path | None:
     """The folder of the head that the settings ask for; None when they ask for something else. Raises ValueError when
     they ask for a packaged head and there is none."""
-    from dspark.model.load import resolve
-
     if speculation.method == "model":
         assert speculation.model is not None
-        folder = Path(speculation.model).expanduser()
-        return folder if folder.is_dir() and is_head(folder) else None
+        folder = resolve(speculation.model, progress=target.progress)
+        return folder if is_head(folder) else None
     if speculation.method not in ("dspark", "auto"):
         return None
     if speculation.model is not None:
@@ -115,13 +116,16 @@ def build_head_drafter(
     )
 
 
-def measure_head_cost(drafter: Any) -> CostTable:
-    """Seconds of a draft pass by rows, on the drafter's own cache, behind PROFILE_CONTEXT tokens."""
-    from dspark.draft.base import DraftRow
-    from dspark.params import SamplingParams
+def measure_head_cost(drafter: Any, *, num_tokens: int, temperature: float = 0.0) -> CostTable:
+    """Seconds of a draft pass of `num_tokens` tokens by rows, on the drafter's own cache, behind PROFILE_CONTEXT.
 
-    cache, size = drafter.cache, drafter.head.config.block_size
-    behind = min(PROFILE_CONTEXT, drafter.max_positions - size - 1)
+    Sampled rows cost more than greedy ones: `temperature` says which are measured. A cache too small for a single row
+    makes the cost infinite.
+    """
+    cache, config = drafter.cache, drafter.head.config
+    size = config.num_rows
+    room = min(pool.num_pages for pool in cache.pools) * cache.page_size
+    behind = max(1, min(PROFILE_CONTEXT, drafter.max_positions - size - 1, room - size - 1))
     length = behind + size + 1
     rows = []
     for i in range(MAX_PROFILE_ROWS):
@@ -130,14 +134,15 @@ def measure_head_cost(drafter: Any) -> CostTable:
         if not cache.reserve(seq_id, length):
             cache.close(seq_id)
             break
-        drafter.features[seq_id] = torch.zeros(drafter.head.config.hidden_size, device=drafter.device)
-        rows.append(
-            DraftRow(seq_id=seq_id, tokens=[0] * (behind + 1), num_prompt=1, num_cached=behind, params=SamplingParams())
-        )
+        state = torch.zeros(config.hidden_size, device=drafter.device, dtype=drafter.head.dtype)
+        drafter.features[seq_id] = (behind - 1, state)
+        rows.append(_profile_row(seq_id, behind, drafter.vocab_size, temperature))
+    if not rows:
+        return CostTable([(1, float("inf"))])
 
     def run(count: int) -> float:
         start = time.perf_counter()
-        drafter.propose(rows[:count], [size] * count)
+        drafter.propose(rows[:count], [num_tokens] * count)
         return time.perf_counter() - start
 
     try:
@@ -146,3 +151,13 @@ def measure_head_cost(drafter: Any) -> CostTable:
         for row in rows:
             drafter.forget(row.seq_id)
             cache.close(row.seq_id)
+
+
+def _profile_row(seq_id: int, num_cached: int, vocab_size: int, temperature: float) -> DraftRow:
+    params = SamplingParams(temperature=temperature)
+    tokens = [0] * (num_cached + 1)
+    processors = Processors.build(params, vocab_size=vocab_size, eos_token_ids=())
+    sampler = RowSampler(params, processors, tokens=tokens, num_prompt=len(tokens))
+    return DraftRow(
+        seq_id=seq_id, tokens=tokens, num_prompt=len(tokens), num_cached=num_cached, params=params, sampler=sampler
+    )

@@ -214,7 +214,7 @@ class Engine:
         if table is None or not limits:
             return 0.0
         if self.speculator.block_source:  # who drafts a row was chosen before anything was drawn
-            num_blocks = sum(draft.source == self.speculator.block_source for draft in drafts)
+            num_blocks = sum(bool(d.tokens) and d.source == self.speculator.block_source for d in drafts)
             return table.seconds(num_blocks) if num_blocks else 0.0
         return max(limits) * table.seconds(len(limits))
 

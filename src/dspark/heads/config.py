@@ -76,6 +76,11 @@ class HeadConfig:
                 f"draft_vocab_size={self.draft_vocab_size} is above the target's {self.vocab_size}: lower it"
             )
         self._check_layers()
+        heats = self.confidence_temperatures
+        if heats and (len(heats) != self.block_size or any(not heat > 0 for heat in heats)):
+            raise ValueError(
+                f"confidence_temperatures={list(heats)}: give {self.block_size} numbers above 0, one a draft, or none"
+            )
         if self.confidence and self.confidence_with_markov and not self.markov_rank and self.kind == "dspark":
             raise ValueError("confidence_with_markov needs markov_rank above 0: set it, or turn the former off")
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dspark.model.batch import IntArray
 from dspark.model.build import library, reason
-from dspark.model.native import BF16, F32, PackedLinear, address
+from dspark.model.native import BF16, F32, PackedLinear, address, declare
 
 _KINDS = {"vanilla": 0, "gated": 1, "rnn": 2}
 
@@ -61,7 +61,7 @@ class NativeChain:
         loaded = library()
         if loaded is None:
             raise ValueError(f"the native path is not available: {reason()}; install a C++ compiler, or use path torch")
-        self._library = loaded
+        self._library = declare(loaded)
         self._kept: list[Any] = []
         self.num_words = len(words)
         self.hidden_size = hidden_size

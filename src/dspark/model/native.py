@@ -145,7 +145,7 @@ class NativeRunner:
         loaded = library()
         if loaded is None:
             raise ValueError(f"the native path is not available: {reason()}; install a C++ compiler, or use path torch")
-        self._library = _declare(loaded)
+        self._library = declare(loaded)
         self._check(weights)
         self._kind = _choose_kind(weights.embed.dtype, quantization, compress)
         self._threads = threads or torch.get_num_threads()
@@ -313,7 +313,7 @@ def address(array: IntArray) -> int:
     return array.__array_interface__["data"][0]
 
 
-def _declare(loaded: ctypes.CDLL) -> ctypes.CDLL:
+def declare(loaded: ctypes.CDLL) -> ctypes.CDLL:
     """Say what the functions take and return; harmless when said again."""
     loaded.dspark_packed_bytes.argtypes = [c_int32, c_int64, c_int64]
     loaded.dspark_packed_bytes.restype = c_size_t

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dspark.heads.blocks import Context, Rope
-from dspark.heads.eagle import EagleHead, Step
+from dspark.heads.eagle import EagleHead
 from dspark.heads.semi_ar import SemiAutoregressiveHead, block_positions
 from dspark.train.answers import Example
 from dspark.train.states import States
@@ -74,8 +74,8 @@ def teacher_forced(
     """What logits are made of, given the answer's tokens before each position: final hidden (N, B, D) and the Markov
     head's latents (N, B, r) (see `output_logits`), and confidence logits (N, B)."""
     if isinstance(head, EagleHead):
-        steps = _eagle_steps(head, blocks, states, rope, tokens=blocks.previous)
-        return head.norm(torch.stack([step.hidden for step in steps], dim=1)), None, None
+        hidden, _ = _eagle_steps(head, blocks, states, rope, tokens=blocks.previous)
+        return head.norm(torch.stack(hidden, dim=1)), None, None
     hidden = run_blocks(head, blocks, states, rope)
     confidence = None if head.confidence_head is None else head.confidence(hidden, blocks.previous)
     latents = None if head.markov_head is None else head.markov_head.latents(blocks.previous, hidden)
@@ -95,16 +95,20 @@ def greedy_chains(head: Head, blocks: Blocks, states: States, rope: Rope) -> tup
     """What greedy requests are served: tokens (N, B) target ids and the logits (N, B) of their acceptance."""
     if isinstance(head, SemiAutoregressiveHead):
         return head.draft_greedily(run_blocks(head, blocks, states, rope), blocks.previous[:, 0])
-    steps = _eagle_steps(head, blocks, states, rope, tokens=None)
-    logits = torch.stack([step.logits for step in steps], dim=1).float()
+    _, found = _eagle_steps(head, blocks, states, rope, tokens=None)
+    logits = torch.stack(found, dim=1).float()
     sure = torch.logit(logits.softmax(dim=-1).amax(dim=-1), eps=1e-4)
     return head.draft_ids[logits.argmax(dim=-1)], sure
 
 
-def _eagle_steps(head: EagleHead, blocks: Blocks, states: States, rope: Rope, *, tokens: Tensor | None) -> list[Step]:
-    """Each step of the blocks. The first takes the target's state of the token before the anchor, the later ones
-    the head's own (training-time test, EAGLE-3, section 3.2). `tokens` (N, B): what each step reads; None: what the
-    step before drafted."""
+def _eagle_steps(
+    head: EagleHead, blocks: Blocks, states: States, rope: Rope, *, tokens: Tensor | None
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Hidden states (N, D) of each step, and its logits (N, W) where they decide what the next one reads.
+
+    The first step takes the target's state of the token before the anchor, the later ones the head's own
+    (training-time test, EAGLE-3, section 3.2). `tokens` (N, B): what each step reads; None: what the step before
+    drafted."""
     cos, sin = rope
     features = head.fuse(states.taps[: len(head.config.target_layer_ids)])
     lengths = [stop - start for start, stop in zip(states.starts, states.starts[1:])]
@@ -118,15 +122,18 @@ def _eagle_steps(head: EagleHead, blocks: Blocks, states: States, rope: Rope, *,
     rows_before = blocks.anchors - 1
     context = Context(keys=keys, values=values, counts=blocks.counts, anchors=rows_before)
     owners = torch.repeat_interleave(torch.tensor(states.starts[:-1]), torch.tensor(blocks.counts)).to(cos.device)
-    feature, read, rows, found = features[owners + rows_before], blocks.previous[:, 0], None, []
+    feature, read, rows = features[owners + rows_before], blocks.previous[:, 0], None
+    hidden, logits = [], []
     for j in range(head.config.block_size):
         place = rows_before + j
-        step = head.step(read, feature, (cos[place], sin[place]), context, rows)
-        feature, rows = step.hidden, step.rows
-        found.append(step)
-        if j + 1 < head.config.block_size:
-            read = tokens[:, j + 1] if tokens is not None else head.draft_ids[step.logits.argmax(dim=-1)]
-    return found
+        feature, rows = head(read, feature, (cos[place], sin[place]), context, rows)
+        hidden.append(feature)
+        if tokens is None:
+            logits.append(head.logits(feature))
+            read = head.draft_ids[logits[j].argmax(dim=-1)]
+        elif j + 1 < head.config.block_size:
+            read = tokens[:, j + 1]
+    return hidden, logits
 
 
 def run_blocks(head: SemiAutoregressiveHead, blocks: Blocks, states: States, rope: Rope) -> Tensor:

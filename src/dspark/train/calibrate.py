@@ -29,6 +29,10 @@ class Reliability:
     num_rows: int
     bins: list[tuple[float, float, int]]
 
+    def as_dict(self) -> dict[str, object]:
+        """For JSON, which has no NaN."""
+        return {name: None if isinstance(v, float) and np.isnan(v) else v for name, v in vars(self).items()}
+
 
 def survival(logits: Floats, temperatures: Sequence[float] = ()) -> Floats:
     """logits (M, B) -> probability that drafts 0..j are all accepted (M, B): the running product of

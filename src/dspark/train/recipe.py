@@ -154,7 +154,10 @@ def load_recipe(path: str | Path, *, overrides: Mapping[str, Any] | None = None)
         raise ValueError(f"{path}: not TOML: {error}") from None
     for key, value in (overrides or {}).items():
         table, _, name = key.rpartition(".")
-        (values.setdefault(table, {}) if table else values)[name] = value
+        place = values.setdefault(table, {}) if table else values
+        if not isinstance(place, dict):
+            raise ValueError(f"{key}: {table} is {place!r}, not a table of settings; drop the part before the dot")
+        place[name] = value
     recipe = build(Recipe, values, where=path.name)
     files = tuple(str((path.parent / file).resolve()) for file in recipe.data.prompts)
     return build(Recipe, recipe.as_dict() | {"data": asdict(recipe.data) | {"prompts": files}}, where=path.name)

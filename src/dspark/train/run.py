@@ -1,5 +1,5 @@
 """TrainingRun: from a recipe to a checkpoint folder, through answers, training, calibration and export.
-It must never do a stage twice that an earlier call has finished.
+It must never make an answer or a step twice that an earlier call has made.
 
 The folder: answers/ (shards), training-state.pt and history.json (to resume), head/ (what the engine loads).
 """
@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from dspark.heads.checkpoint import save_head
@@ -52,13 +51,15 @@ class TrainingRun:
         that several runs can share them; by default the run's own. device "auto": cuda where there is one.
         Raises ValueError for a recipe that does not fit its target."""
         if threads is not None:
+            if threads < 1:
+                raise ValueError(f"threads={threads} is not usable: give a whole number of at least 1")
             torch.set_num_threads(threads)
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         self.device = device
         self.recipe = recipe
         self.folder = folder
-        self.generate = generate
+        self.generate: Generate | None = generate
         self.answers_folder = answers or folder / "answers"
         self.progress = progress
         self.sink = sink
@@ -81,12 +82,14 @@ class TrainingRun:
 
         prompts, left_out = read_prompts(self.recipe.data, encode)
         self._tell({"prompts": len(prompts), "left_out": left_out})
+        assert self.generate is not None, "answers() is called once"
+        generate, self.generate = self.generate, None  # an engine and its cache, which training does not need
         return make_answers(
             prompts,
             self.recipe.data,
             target=self.recipe.target,
             folder=self.answers_folder,
-            generate=self.generate,
+            generate=generate,
             progress=self.progress,
         )
 
@@ -116,7 +119,7 @@ class TrainingRun:
     def export(self, trainer: Trainer, origin: Mapping[str, Any], *, dtype: str = "bfloat16") -> Validation:
         """Validate, calibrate on held-out answers, and write head/ with its report and figures.
 
-        Temperatures are fitted on half of the held-out walks and reported on the other half, as well as before.
+        Temperatures are fitted on every second held-out answer and reported on the others, then fitted on all.
         """
         found = trainer.validate()
         head, folder = trainer.head, self.folder / "head"
@@ -143,7 +146,7 @@ class TrainingRun:
     def _calibrate(self, found: Validation, folder: Path) -> tuple[list[float], dict[str, Any]]:
         """Temperatures of all held-out rows, and how well temperatures of one half do on the other."""
         logits, right = found.confidence.double().numpy(), found.right.numpy()
-        half = np.arange(len(logits)) % 2 == 0
+        half = found.owner.numpy() % 2 == 0
         fitted = fit_temperatures(logits[half], right[half])
         before, after = by_position(logits[~half], right[~half]), by_position(logits[~half], right[~half], fitted)
         temperatures = fit_temperatures(logits, right)
@@ -152,8 +155,8 @@ class TrainingRun:
         return temperatures, {
             "temperatures": temperatures,
             "ece": [overall_ece(before), overall_ece(after)],
-            "before": [vars(r) for r in before],
-            "after": [vars(r) for r in after],
+            "before": [r.as_dict() for r in before],
+            "after": [r.as_dict() for r in after],
         }
 
     def origin(self, argv: Sequence[str]) -> dict[str, Any]:

@@ -49,7 +49,7 @@ class TargetStates:
         self.taps = (*config.taps, *extra_taps)
         self.max_tokens = max_tokens
         specs = list(runner.layer_specs)
-        window_pages = -(-max_tokens // PAGE) + 64
+        self.num_pages = window_pages = -(-max_tokens // PAGE) + 64
         self.cache = KVCache(
             specs,
             num_pages=window_pages,
@@ -71,13 +71,17 @@ class TargetStates:
         first = 0
         while first < len(sequences):
             last = first + 1
-            while last < len(sequences) and starts[last + 1] - starts[first] <= self.max_tokens:
+            while last < len(sequences) and self._fits(sequences[first : last + 1]):
                 last += 1
             self._run(sequences[first:last], keys, values, taps)
             first = last
         return States(
             sequences=sequences, keys=keys, values=values, taps=[torch.cat(parts) for parts in taps], starts=starts
         )
+
+    def _fits(self, sequences: Sequence[Sequence[int]]) -> bool:
+        num_pages = sum(-(-len(tokens) // PAGE) for tokens in sequences)
+        return num_pages <= self.num_pages and sum(map(len, sequences)) <= self.max_tokens
 
     def _run(self, sequences: Sequence[Sequence[int]], keys: Any, values: Any, taps: Any) -> None:
         cache, spans = self.cache, []

@@ -236,11 +236,16 @@ class Trainer:
             "optimizer": self.optimizer.state_dict(),
             "progress": vars(self.progress),
             "draft_ids": self.head.draft_ids,
+            "config": self._config(),
         }
         temporary = self.folder / (STATE + ".part")
         torch.save(value, temporary)
         os.replace(temporary, self.folder / STATE)
         (self.folder / "history.json").write_text(json.dumps(self.progress.history, indent=1))
+
+    def _config(self) -> Row:
+        """What makes a head another one; calibration comes after training."""
+        return self.head.config.as_dict() | {"confidence_temperatures": ()}
 
     def resume(self) -> bool:
         """Continue from the folder's checkpoint, if there is one."""
@@ -253,8 +258,7 @@ class Trainer:
             raise ValueError(f"{path} cannot be read ({error}): delete it to train from the start") from None
         if not torch.equal(value["draft_ids"].cpu(), self.head.draft_ids.cpu()):
             raise ValueError(f"{path} is of another draft vocabulary: choose another output folder, or delete it")
-        shapes = {name: p.shape for name, p in self.head.state_dict().items() if name not in FROZEN}
-        if shapes != {name: p.shape for name, p in value["head"].items()}:
+        if value["config"] != self._config():
             raise ValueError(f"{path} is of another head: choose another output folder, or delete it")
         self.head.load_state_dict(value["head"], strict=False)
         self.optimizer.load_state_dict(value["optimizer"])

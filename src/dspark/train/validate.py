@@ -27,7 +27,7 @@ class Validation:
     accepted_length: tokens a target pass, bonus included, over all passes; by_task the same by task.
     conditional[j]: share of walks' blocks whose draft j was right, of those whose drafts before j were.
     confidence, right: one row a drafted block and position (M, B) of the walks, confidence logits and whether tokens
-    0..j were all right; -1 past an answer's end.
+    0..j were all right; -1 past an answer's end. owner (M,): which answer.
     """
 
     accepted_length: float
@@ -36,6 +36,7 @@ class Validation:
     num_blocks: int
     confidence: Tensor = field(repr=False)
     right: Tensor = field(repr=False)
+    owner: Tensor = field(repr=False)
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON; without the rows."""
@@ -59,15 +60,17 @@ def validate(
     """Every answer token is drafted from once, in batches; then each answer is walked: from the first token, by as
     many as were right and one more."""
     counts: dict[str, list[int]] = {}
-    sure, right = [], []
-    for example in examples:
+    sure, right, owner = [], [], []
+    for index, example in enumerate(examples):
         chain, confidence = _all_chains(head, target, example, rope=rope, autocast=autocast)
         emitted = counts.setdefault(example.task, [0, 0])
         for row, prefix in _walk(chain, example):
-            emitted[0] += int((prefix == 1).sum()) + 1
+            # What was right to the answer's end leaves no place for a token of the target's own.
+            emitted[0] += min(int((prefix == 1).sum()) + 1, int((prefix >= 0).sum()))
             emitted[1] += 1
             sure.append(confidence[row])
             right.append(prefix)
+            owner.append(index)
     table = np.stack(right)
     totals = [sum(c[i] for c in counts.values()) for i in (0, 1)]
     return Validation(
@@ -77,6 +80,7 @@ def validate(
         num_blocks=totals[1],
         confidence=torch.stack(sure),
         right=torch.from_numpy(table),
+        owner=torch.tensor(owner),
     )
 
 
