@@ -103,7 +103,7 @@ def test_depths_from_1_to_8000(name, path):
     for depth in (1, 2, 15, 16, 17, 255, 1000, 4097, 8000):
         run(engine, [[rng.randrange(2, VOCAB) for _ in range(depth)]], SamplingParams(temperature=0, max_tokens=3))
         tokens, hidden = drafter.seen[-1]
-        assert len(tokens) - 1 >= depth
+        assert len(tokens) >= depth  # a prompt whose last chunk is one token is drafted from at once
         expected = training_view(head, runner, tokens + [0] * BLOCK, [len(tokens) - 1])[0]
         torch.testing.assert_close(hidden, expected, atol=3e-3, rtol=3e-3)
 
