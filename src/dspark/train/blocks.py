@@ -74,8 +74,8 @@ def teacher_forced(
     """What logits are made of, given the answer's tokens before each position: final hidden (N, B, D) and the Markov
     head's latents (N, B, r) (see `output_logits`), and confidence logits (N, B)."""
     if isinstance(head, EagleHead):
-        hidden, _ = _eagle_steps(head, blocks, states, rope, tokens=blocks.previous)
-        return head.norm(torch.stack(hidden, dim=1)), None, None
+        steps, _ = _eagle_steps(head, blocks, states, rope, tokens=blocks.previous)
+        return head.norm(torch.stack(steps, dim=1)), None, None
     hidden = run_blocks(head, blocks, states, rope)
     confidence = None if head.confidence_head is None else head.confidence(hidden, blocks.previous)
     latents = None if head.markov_head is None else head.markov_head.latents(blocks.previous, hidden)
