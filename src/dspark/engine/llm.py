@@ -18,7 +18,8 @@ from typing import Any, cast
 from dspark.config import EngineConfig, SpeculationConfig, engine_config, speculation_config
 from dspark.engine.build import Progress, Target, build_engine, open_target
 from dspark.engine.ends import StopWatcher
-from dspark.engine.loop import Engine, EngineTotals
+from dspark.engine.loop import Engine
+from dspark.engine.totals import EngineTotals
 from dspark.noise import Noise
 from dspark.params import SamplingParams
 from dspark.sampling import Processors, RowSampler

@@ -15,6 +15,7 @@ from torch import Tensor
 from dspark.draft.base import Drafter, DraftRow, Taps
 from dspark.engine.ends import StopWatcher, append_token
 from dspark.engine.scheduler import Scheduler, Work
+from dspark.engine.totals import Clock, EngineTotals
 from dspark.model.batch import Packed, Span, pack
 from dspark.model.cache import KVCache
 from dspark.plan.budget import choose
@@ -22,10 +23,8 @@ from dspark.plan.cost import CostTable
 from dspark.plan.history import Calibration
 from dspark.plan.length import Features, LengthPolicy
 from dspark.sampling import RowSampler, packed_laws, raw_logprobs
-from dspark.types import Draft, Sequence, SpeculationRecord, StepStats, Verdict
+from dspark.types import Draft, Sequence, StepStats, Verdict
 from dspark.verify.rejection import accept, accept_greedy
-
-PHASES = ("admit", "limit", "draft", "plan", "pack", "run", "verify", "commit")
 
 
 @dataclass(kw_only=True)
@@ -44,18 +43,6 @@ class Speculator:
     draft_cost: CostTable | None = None
     block_source: str = ""
     calibration: Calibration = field(default_factory=Calibration)
-
-
-@dataclass(kw_only=True)
-class EngineTotals:
-    """Sums over all steps since the start or the last reset. `seconds` by phase."""
-
-    num_steps: int = 0
-    num_prompt_tokens: int = 0
-    num_output_tokens: int = 0
-    num_preempted: int = 0
-    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
-    record: SpeculationRecord = field(default_factory=SpeculationRecord)
 
 
 @dataclass(kw_only=True)
@@ -110,7 +97,7 @@ class Engine:
 
     def step(self) -> list[Sequence]:
         """Advance every running sequence; returns those that emitted tokens."""
-        clock = _Clock()
+        clock = Clock()
         works = self._admit()
         clock.mark("admit")
         floors = self._limit(works)
@@ -398,16 +385,3 @@ class Engine:
             if seq in self.scheduler.running:
                 for table in self.cache.sequences[seq.id].tables:
                     assert len(table.pages) == -(-seq.num_cached // self.cache.page_size), "pages outlive a rollback"
-
-
-class _Clock:
-    """Seconds between marks."""
-
-    def __init__(self) -> None:
-        self.last = time.perf_counter()
-        self.seconds: dict[str, float] = {}
-
-    def mark(self, name: str) -> None:
-        now = time.perf_counter()
-        self.seconds[name] = now - self.last
-        self.last = now
