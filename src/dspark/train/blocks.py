@@ -121,8 +121,7 @@ def _eagle_steps(
         values.append(v)
     rows_before = blocks.anchors - 1
     context = Context(keys=keys, values=values, counts=blocks.counts, anchors=rows_before)
-    owners = torch.repeat_interleave(torch.tensor(states.starts[:-1]), torch.tensor(blocks.counts)).to(cos.device)
-    feature, read, rows = features[owners + rows_before], blocks.previous[:, 0], None
+    feature, read, rows = features[anchor_rows(blocks, states) - 1], blocks.previous[:, 0], None
     hidden, logits = [], []
     for j in range(head.config.block_size):
         place = rows_before + j
@@ -150,13 +149,18 @@ def run_blocks(head: SemiAutoregressiveHead, blocks: Blocks, states: States, rop
     return head(inputs, (cos[positions], sin[positions]), contexts)
 
 
+def anchor_rows(blocks: Blocks, states: States) -> Tensor:
+    """(N,): the row of each anchor among the T tokens of the states."""
+    starts = torch.repeat_interleave(torch.tensor(states.starts[:-1]), torch.tensor(blocks.counts))
+    return starts.to(blocks.anchors.device) + blocks.anchors
+
+
 def features_of(head: SemiAutoregressiveHead, blocks: Blocks, states: States) -> Tensor | None:
     """(N, D): the target's final hidden state of the token before each anchor."""
     if not head.config.anchor_feature:
         return None
     tap = states.taps[len(head.config.taps) - 1]
-    owners = torch.repeat_interleave(torch.tensor(states.starts[:-1]), torch.tensor(blocks.counts)).to(tap.device)
-    return tap[owners + blocks.anchors - 1]
+    return tap[anchor_rows(blocks, states) - 1]
 
 
 def _fused(head: SemiAutoregressiveHead, states: States, rope: Rope) -> tuple[list[list[Tensor]], list[list[Tensor]]]:

@@ -22,7 +22,7 @@ from torch import Tensor
 from dspark.heads.blocks import compile_parts
 from dspark.heads.rope import rope_tables
 from dspark.train.answers import Example
-from dspark.train.blocks import Blocks, Head, choose_anchors, make_blocks, output_logits, teacher_forced
+from dspark.train.blocks import Blocks, Head, anchor_rows, choose_anchors, make_blocks, output_logits, teacher_forced
 from dspark.train.losses import block_losses, position_weights
 from dspark.train.recipe import TrainingRecipe
 from dspark.train.states import States, TargetStates
@@ -190,14 +190,11 @@ class Trainer:
     def _target_law(self, blocks: Blocks, states: States) -> Tensor:
         """(N, B, W): the target's probabilities of the draft's tokens at each position, at the recipe's temperature."""
         final = states.taps[-1]
-        owners = torch.repeat_interleave(
-            torch.tensor(states.starts[:-1], device=self.device), torch.tensor(blocks.counts, device=self.device)
-        )
         last = torch.repeat_interleave(
             torch.tensor(states.starts[1:], device=self.device) - 1, torch.tensor(blocks.counts, device=self.device)
         )
         size = self.head.config.block_size
-        rows = (owners + blocks.anchors).unsqueeze(1) + torch.arange(size, device=self.device)
+        rows = anchor_rows(blocks, states).unsqueeze(1) + torch.arange(size, device=self.device)
         rows, inverse = torch.minimum(rows, last.unsqueeze(1)).unique(return_inverse=True)
         logits = (final[rows].to(self.final_head.dtype) @ self.final_head.T).float() / self.recipe.temperature
         law = torch.softmax(logits, dim=-1)[:, self.head.draft_ids.to(self.device)]
