@@ -65,7 +65,7 @@ class PlainBlocks {
 
   const uint8_t* next() {
     if (Stream)
-      for (int i = 0; i < kBlockBytes; i += 64) __builtin_prefetch(next_ + kStreamAhead + i);
+      for (int i = 0; i < kBlockBytes; i += 64) prefetch_stream(next_ + i);
     else
       prefetch_ahead(chunk_);
     const uint8_t* block = next_;

@@ -35,7 +35,7 @@ class Int4AmxKernel {
     for (int p = 0; p < pairs + 2; ++p) {
       for (int g = 2 * p; g < std::min(2 * p + 2, chunk.blocks); ++g) {
         if (chunk.ahead_lines == kStream)
-          for (int i = 0; i < kGroup4Bytes; i += 64) __builtin_prefetch(chunk.w + g * kGroup4Bytes + kStreamAhead + i);
+          for (int i = 0; i < kGroup4Bytes; i += 64) prefetch_stream(chunk.w + g * kGroup4Bytes + i);
         else
           prefetch_ahead(chunk);
         unpack(chunk.w + g * kGroup4Bytes, wide_[g % kRing]);

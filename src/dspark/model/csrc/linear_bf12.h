@@ -62,7 +62,7 @@ inline void bf12_decode_quad(const uint8_t* src, const uint16_t* table, uint8_t*
 // Decode one block into `dst` (2048 bytes); returns where the next block starts.
 inline const uint8_t* bf12_decode_block(const uint8_t* src, const uint16_t* table, uint8_t raw, uint8_t* dst) {
   for (int quad = 0; quad < kQuads; ++quad, dst += kRawQuadBytes) {
-    for (int i = 0; i < kQuadBytes; i += 64) __builtin_prefetch(src + kStreamAhead + i);
+    for (int i = 0; i < kQuadBytes; i += 64) prefetch_stream(src + i);
     if (__builtin_expect(raw >> quad & 1, 0)) {
       std::memcpy(dst, src, kRawQuadBytes);
       src += kRawQuadBytes;

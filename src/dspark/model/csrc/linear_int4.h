@@ -107,7 +107,7 @@ struct Int4Kernel {
     const uint8_t* w = chunk.w;
     for (int g = chunk.first_block; g < chunk.first_block + chunk.blocks; ++g, w += kGroup4Bytes) {
       if (chunk.ahead_lines == kStream)
-        for (int i = 0; i < kGroup4Bytes; i += 64) __builtin_prefetch(w + kStreamAhead + i);
+        for (int i = 0; i < kGroup4Bytes; i += 64) prefetch_stream(w + i);
       else prefetch_ahead(chunk);
       __m512 scale[2];
       int4_scales(w, scale);

@@ -56,8 +56,8 @@ struct WideKernel {
       if (!Stream) prefetch_ahead(chunk);
       for (int s = 0; s < kSteps; ++s) {
         if (Stream) {
-          __builtin_prefetch(w + kStreamAhead + s * 128);
-          __builtin_prefetch(w + kStreamAhead + s * 128 + 64);
+          prefetch_stream(w + s * 128);
+          prefetch_stream(w + s * 128 + 64);
         }
         const __m512i w0 = _mm512_loadu_si512(w + s * 64), w1 = _mm512_loadu_si512(w + 1024 + s * 64);
         for (int r = 0; r < R; ++r) {
