@@ -20,7 +20,7 @@ from dspark.train.prompts import TrainPrompt, read_prompts
 from dspark.train.recipe import DataRecipe, TrainingRecipe, load_recipe
 from dspark.train.start import draft_vocabulary
 from dspark.train.states import TargetStates
-from dspark.train.trainer import Trainer
+from dspark.train.trainer import Trainer, epoch_indices
 from dspark.train.validate import validate
 from tests.fakes import make_engine, run
 from tests.tiny_heads import BLOCK, tiny_head
@@ -175,6 +175,40 @@ def test_answers_are_made_once_and_never_mixed(tmp_path):
         make_answers(prompts, recipe, target="other", folder=tmp_path, generate=generate)
 
 
+def test_more_temperatures_are_for_their_tasks_alone(tmp_path):
+    prompts = [TrainPrompt(text=str(i), task="ab"[i % 2], tokens=(i, 7), held_out=False) for i in range(6)]
+    recipe = data_recipe("unused", temperatures=(0.0,), more_temperatures={"b": (0.0, 0.7), "a": (0.9,)})
+
+    def generate(tokens, max_tokens, temperature, seed):
+        return [[t[0], 1] for t in tokens]
+
+    made = make_answers(prompts, recipe, target="tiny", folder=tmp_path, generate=generate)
+    asked = {t: [e.tokens[0] for e in made if e.temperature == t] for t in (0.0, 0.7, 0.9)}
+    assert asked == {0.0: [0, 1, 2, 3, 4, 5], 0.7: [1, 3, 5], 0.9: [0, 2, 4]}
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    (
+        ({"weights": {"tyop": 2.0}}, "tasks without prompts: tyop; the prompts are of p"),
+        ({"more_temperatures": {"tyop": (0.5,)}}, "tasks without prompts: tyop"),
+        ({"weights": {"p": -1.0}}, "data.weights.p=-1.0"),
+        ({"more_temperatures": {"p": (9.0,)}}, "more_temperatures.p"),
+    ),
+)
+def test_settings_by_task_must_fit_the_prompts(tmp_path, settings, words):
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"prompt": "fine"}\n')
+    with pytest.raises(ValueError, match=words):
+        read_prompts(data_recipe(file, **settings), lambda text: [1])
+
+
+def test_an_epoch_takes_a_task_by_its_weight():
+    taken = epoch_indices(["a", "b", "c", "a", "c", "a"], {"a": 2.0, "c": 0.5})
+    assert taken.tolist() == [0, 0, 1, 3, 3, 4, 5, 5]
+    assert epoch_indices(["a"], {"a": 0.0}).tolist() == []
+
+
 def test_anchors_and_labels_stay_in_the_answer():
     example = Example(tokens=tuple(range(10, 22)), num_prompt=5, task="t", temperature=0.0, held_out=False)
     rng = np.random.default_rng(0)
@@ -244,8 +278,9 @@ def trainer(target, folder, rows, **changes):
         parameter.requires_grad_(True)
     settings = dict(blocks=240, sequences=4, anchors=6, lr=3e-3, precision="float32", validate_blocks=10_000, tv=1.0)
     states = TargetStates(runner, head.config, extra_taps=(3,) if changes.get("temperature") else ())
+    by_task = changes.pop("weights", None)
     recipe = TrainingRecipe(**(settings | changes))
-    return Trainer(head, states, rows, recipe, folder=folder, final_head=weights.head)
+    return Trainer(head, states, rows, recipe, folder=folder, final_head=weights.head, weights=by_task)
 
 
 @pytest.mark.parametrize("context", ("target", "fused"))
@@ -273,6 +308,27 @@ def test_an_interrupted_run_ends_with_the_same_weights(target, tmp_path):
     assert again.run()
     for (name, a), (_, b) in zip(whole.head.state_dict().items(), again.head.state_dict().items()):
         assert torch.equal(a, b), name
+
+
+def test_kept_states_change_nothing_but_the_work(target, tmp_path):
+    rows = examples(target[0])
+    plain = trainer(target, tmp_path / "a", rows)
+    keeping = trainer(target, tmp_path / "b", rows)
+    keeping.target.room = 100_000
+    passes = []
+    keeping.target._run = lambda sequences, run=keeping.target._run: passes.append(len(sequences)) or run(sequences)
+    assert plain.run() and keeping.run()
+    assert 0 < len(keeping.target.kept) < len(rows) and 0 <= keeping.target.room < 100_000
+    assert sum(passes) < 4 * plain.num_steps
+    for (name, a), (_, b) in zip(plain.head.state_dict().items(), keeping.head.state_dict().items()):
+        assert torch.equal(a, b), name
+
+
+def test_tokens_are_counted_once(target, tmp_path):
+    rows = examples(target[0])
+    run_ = trainer(target, tmp_path, rows, weights={"a": 2.0}, blocks=600)
+    assert run_.run()
+    assert run_.progress.tokens == sum(e.num_answer for e in rows if not e.held_out)
 
 
 def test_validation_is_what_the_engine_serves(target):

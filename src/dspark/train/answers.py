@@ -47,10 +47,13 @@ def make_answers(
     """Read what `folder` holds and let the target answer the rest, shard by shard, all prompts at one temperature
     before the next. A shard made with other settings is refused."""
     folder.mkdir(parents=True, exist_ok=True)
-    shards = [(temperature, start) for temperature in recipe.temperatures for start in range(0, len(prompts), SHARD)]
+    shards = [
+        (temperature, start, asked[start : start + SHARD])
+        for temperature, asked in _asked(prompts, recipe)
+        for start in range(0, len(asked), SHARD)
+    ]
     examples: list[Example] = []
-    for done, (temperature, start) in enumerate(shards):
-        part = prompts[start : start + SHARD]
+    for done, (temperature, start, part) in enumerate(shards):
         settings = _settings(recipe, target, part)
         path = folder / f"answers-t{temperature:g}-{start:06d}.json"
         if not path.exists():
@@ -73,6 +76,16 @@ def make_answers(
     if progress is not None:
         progress("answers of the target", len(shards), len(shards))
     return examples
+
+
+def _asked(prompts: Sequence[TrainPrompt], recipe: DataRecipe) -> list[tuple[float, Sequence[TrainPrompt]]]:
+    """Which prompts are answered at which temperature."""
+    found: list[tuple[float, Sequence[TrainPrompt]]] = [(temperature, prompts) for temperature in recipe.temperatures]
+    more = sorted({t for listed in recipe.more_temperatures.values() for t in listed} - set(recipe.temperatures))
+    for temperature in more:
+        tasks = [task for task, listed in recipe.more_temperatures.items() if temperature in listed]
+        found.append((temperature, [prompt for prompt in prompts if prompt.task in tasks]))
+    return found
 
 
 def _settings(recipe: DataRecipe, target: str, prompts: Sequence[TrainPrompt]) -> dict[str, Any]:

@@ -41,6 +41,12 @@ def read_prompts(
                 continue
             left_out["duplicate"] += text in found
             found.setdefault(text, task)
+    named = set(recipe.weights) | set(recipe.more_temperatures)
+    if unknown := sorted(named - set(found.values())):
+        raise ValueError(
+            f"data.weights or data.more_temperatures name tasks without prompts: {', '.join(unknown)}; "
+            f"the prompts are of {', '.join(sorted(set(found.values())))}"
+        )
     order = sorted(found, key=lambda text: _digest(text, recipe.seed))
     prompts = []
     for text in order:

@@ -35,13 +35,17 @@ class DataRecipe:
 
     prompts: JSON-lines files (relative to the recipe), each row with "prompt", "question", "text" or "turns".
     tasks: only rows of these (a row's "task", else its file's name); () all.
-    temperatures: one answer a prompt for each of them. held_out: share of the prompts (by hash of the text) kept for
-    validation and calibration. Prompts above max_prompt_tokens are left out and counted. max_prompts 0: all of them.
+    temperatures: one answer a prompt for each of them; more_temperatures: further ones for some tasks.
+    weights: how often an epoch of training takes each answer of a task, on average; 1 where none is given.
+    held_out: share of the prompts (by hash of the text) kept for validation and calibration. Prompts above
+    max_prompt_tokens are left out and counted. max_prompts 0: all of them.
     """
 
     prompts: tuple[str, ...]
     tasks: tuple[str, ...] = ()
     temperatures: tuple[float, ...] = (0.0,)
+    more_temperatures: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    weights: dict[str, float] = field(default_factory=dict)
     max_prompts: int = 0
     max_prompt_tokens: int = 512
     max_answer_tokens: int = 160
@@ -52,8 +56,15 @@ class DataRecipe:
     def __post_init__(self) -> None:
         if not self.prompts:
             raise ValueError("data.prompts is empty: name at least one file of JSON lines")
-        if not self.temperatures or any(not 0 <= t <= 5 for t in self.temperatures):
-            raise ValueError(f"data.temperatures={list(self.temperatures)} are not usable: give numbers from 0 to 5")
+        listed = {"temperatures": self.temperatures} | {
+            f"more_temperatures.{task}": found for task, found in self.more_temperatures.items()
+        }
+        for name, found in listed.items():
+            if not found or any(not 0 <= t <= 5 for t in found):
+                raise ValueError(f"data.{name}={list(found)} are not usable: give numbers from 0 to 5")
+        for task, weight in self.weights.items():
+            if not 0 <= weight <= 100:
+                raise ValueError(f"data.weights.{task}={weight!r} is not usable: give a number from 0 to 100")
         _positive("data", self, "max_prompt_tokens", "max_answer_tokens", "batch")
         _not_negative("data", self, "max_prompts")
         if not 0 < self.held_out < 0.5:
@@ -95,6 +106,7 @@ class TrainingRecipe:
 
     A step takes `sequences` answers and `anchors` blocks of each. Losses (equations 9 to 12): `ce`, `tv` and
     `confidence` weights; `tv` counts from the share `tv_from` of the run on. Position j weighs exp(-j / gamma).
+    The target's states of up to `cache_gb` GB of answers are kept from one epoch to the next.
     `temperature` is that of the laws compared: 0 compares with the answer's own tokens (greedy serving), above it
     with the target's law. `blocks` in all; learning rate with warm-up (share `warmup`) and cosine to `final_lr` times.
     """
@@ -115,6 +127,7 @@ class TrainingRecipe:
     temperature: float = 0.0
     precision: str = "bf16"
     compile: bool = False
+    cache_gb: float = 0.0
     checkpoint_minutes: float = 5.0
     validate_blocks: int = 50_000
     validation_rows: int = 60
@@ -124,6 +137,7 @@ class TrainingRecipe:
         _positive("training", self, "blocks", "sequences", "anchors", "lr", "gamma", "max_grad_norm")
         _positive("training", self, "checkpoint_minutes", "validate_blocks", "validation_rows")
         _not_negative("training", self, "ce", "tv", "confidence", "weight_decay", "temperature", "warmup", "final_lr")
+        _not_negative("training", self, "cache_gb")
         if self.precision not in ("bf16", "float32"):
             raise ValueError(f"training.precision={self.precision!r}: use bf16 or float32")
 
@@ -185,6 +199,10 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
         if not isinstance(value, (list, tuple)):
             raise ValueError(f"{where}={value!r}: give a list")
         return tuple(_convert(hint.__args__[0], item, where) for item in value)
+    if getattr(hint, "__origin__", None) is dict:
+        if not isinstance(value, Mapping):
+            raise ValueError(f"{where}={value!r}: give a table")
+        return {name: _convert(hint.__args__[1], item, f"{where}.{name}") for name, item in value.items()}
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):

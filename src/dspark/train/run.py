@@ -104,13 +104,26 @@ class TrainingRun:
         head = new_head(config, self.weights, draft_ids, seed=recipe.training.seed)
         longest = max(len(e.tokens) for e in examples)
         extra = (config.num_target_layers,) if recipe.training.temperature else ()
-        states = TargetStates(self.runner, config, max_tokens=max(2048, longest), extra_taps=extra)
+        states = TargetStates(
+            self.runner,
+            config,
+            max_tokens=max(2048, longest),
+            extra_taps=extra,
+            keep_bytes=int(recipe.training.cache_gb * 1e9),
+        )
         covered = _coverage(examples, draft_ids)
         self._tell(
             {"answer_tokens": sum(e.num_answer for e in examples), "answers": len(examples), "coverage": covered}
         )
         trainer = Trainer(
-            head, states, examples, recipe.training, folder=self.folder, final_head=self.weights.head, sink=self.sink
+            head,
+            states,
+            examples,
+            recipe.training,
+            folder=self.folder,
+            final_head=self.weights.head,
+            weights=recipe.data.weights,
+            sink=self.sink,
         )
         if trainer.resume():
             self._tell({"resumed_at": trainer.progress.step})

@@ -10,7 +10,8 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ CHUNK = 64
 
 @dataclass(kw_only=True)
 class Progress:
-    """Where a run is: `step` steps done, `blocks` blocks seen, `tokens` distinct answer tokens seen so far at most,
+    """Where a run is: `step` steps done, `blocks` blocks seen, `tokens` distinct answer tokens seen so far,
     `seconds` of training."""
 
     step: int = 0
@@ -58,9 +59,11 @@ class Trainer:
         *,
         folder: Path,
         final_head: Tensor,
+        weights: Mapping[str, float] | None = None,
         sink: Callable[[Row], None] | None = None,
     ) -> None:
-        """`final_head` (V, D): the target's output rows, used where the recipe's temperature is above 0."""
+        """`final_head` (V, D): the target's output rows, used where the recipe's temperature is above 0. `weights`:
+        how often an epoch takes a task's answers; 1 by default."""
         self.recipe = recipe
         self.target = target
         self.folder = folder
@@ -68,8 +71,11 @@ class Trainer:
         self.train = [example for example in examples if not example.held_out and example.num_answer > 2]
         held_out = [e for e in examples if e.held_out and e.num_answer > 2 and e.temperature == 0.0]
         self.held_out = (held_out or [e for e in examples if e.held_out and e.num_answer > 2])[: recipe.validation_rows]
-        if not self.train or not self.held_out:
-            raise ValueError("no answers to train on, or none held out: give more prompts, or raise data.held_out")
+        self.epoch = epoch_indices([example.task for example in self.train], weights or {})
+        if not len(self.epoch) or not self.held_out:
+            raise ValueError(
+                "no answers to train on, or none held out: more prompts, weights or data.held_out needed"
+            )
         self.device = torch.device(target.runner.device)
         self.head = head.to(self.device)
         self.final_head = final_head
@@ -82,6 +88,8 @@ class Trainer:
             self.parameters, lr=recipe.lr, betas=(0.9, 0.95), weight_decay=recipe.weight_decay, fused=True
         )
         self.progress = Progress()
+        self._seen: set[int] = set()
+        self._seen_until = 0
         self.num_steps = math.ceil(recipe.blocks / (recipe.sequences * recipe.anchors))
         self.losses = block_losses
         if recipe.compile:
@@ -126,7 +134,8 @@ class Trainer:
 
     def _step(self, step: int) -> Row:
         rng = np.random.default_rng([self.recipe.seed, step])
-        examples = self._examples_of(step)
+        indices = self._examples_of(step)
+        examples = [self.train[i] for i in indices]
         anchors = [choose_anchors(example, self.recipe.anchors, rng) for example in examples]
         pairs = [(example, chosen) for example, chosen in zip(examples, anchors) if chosen]
         examples, anchors = [e for e, _ in pairs], [a for _, a in pairs]
@@ -144,7 +153,7 @@ class Trainer:
         self.optimizer.step()
         return {
             "blocks": len(blocks.anchors),
-            "tokens": sum(e.num_answer for e in examples) if step < self._steps_an_epoch() else 0,
+            "tokens": self._new_tokens(step, indices),
             "grad_norm": float(norm),
             "lr": lr,
         } | totals
@@ -203,13 +212,25 @@ class Trainer:
     # -- what depends on the step alone
 
     def _steps_an_epoch(self) -> int:
-        return max(1, len(self.train) // self.recipe.sequences)
+        return max(1, len(self.epoch) // self.recipe.sequences)
 
-    def _examples_of(self, step: int) -> list[Example]:
+    def _examples_of(self, step: int) -> list[int]:
+        """Indices into `train`."""
         epoch, index = divmod(step, self._steps_an_epoch())
-        order = np.random.default_rng([self.recipe.seed, 7, epoch]).permutation(len(self.train))
+        order = np.random.default_rng([self.recipe.seed, 7, epoch]).permutation(len(self.epoch))
         size = self.recipe.sequences
-        return [self.train[i] for i in order[index * size : (index + 1) * size]]
+        return self.epoch[order[index * size : (index + 1) * size]].tolist()
+
+    def _new_tokens(self, step: int, indices: Sequence[int]) -> int:
+        """Answer tokens that no step before has seen."""
+        if step >= self._steps_an_epoch():
+            return 0
+        if self._seen_until != step:
+            self._seen = {i for earlier in range(step) for i in self._examples_of(earlier)}
+        new = set(indices) - self._seen
+        self._seen |= new
+        self._seen_until = step + 1
+        return sum(self.train[i].num_answer for i in new)
 
     def _learning_rate(self, step: int) -> float:
         recipe = self.recipe
@@ -261,6 +282,17 @@ class Trainer:
         self.optimizer.load_state_dict(value["optimizer"])
         self.progress = Progress(**value["progress"])
         return True
+
+
+def epoch_indices(tasks: Sequence[str], weights: Mapping[str, float]) -> np.ndarray:
+    """Indices of what one epoch takes: of a task of weight w, every answer w times on average, none at random."""
+    counts: list[int] = []
+    place: Counter[str] = Counter()
+    for task in tasks:
+        weight = weights.get(task, 1.0)
+        counts.append(math.floor(weight * (place[task] + 1)) - math.floor(weight * place[task]))
+        place[task] += 1
+    return np.repeat(np.arange(len(tasks)), counts)
 
 
 def _freeze(head: Head, *, half: bool) -> None:
