@@ -324,6 +324,17 @@ def test_kept_states_change_nothing_but_the_work(target, tmp_path):
         assert torch.equal(a, b), name
 
 
+@pytest.mark.parametrize("decay", (1.0, 0.25))
+def test_the_learning_rate_rises_stays_and_falls(target, tmp_path, decay):
+    run_ = trainer(target, tmp_path, examples(target[0]), blocks=4800, warmup=0.1, decay=decay, final_lr=0.1)
+    rates = np.array([run_._learning_rate(step) for step in range(run_.num_steps + 1)]) / run_.recipe.lr
+    warm, steps = round(0.1 * run_.num_steps), np.diff(rates)
+    falls = run_.num_steps - round(decay * (run_.num_steps - warm))
+    assert (steps[: warm - 1] > 0).all() and rates[warm - 1] == 1
+    np.testing.assert_allclose(rates[warm : falls + 1], 1)
+    assert (steps[falls:] < 0).all() and rates[-1] == pytest.approx(0.1)
+
+
 def test_tokens_are_counted_once(target, tmp_path):
     rows = examples(target[0])
     run_ = trainer(target, tmp_path, rows, weights={"a": 2.0}, blocks=600)

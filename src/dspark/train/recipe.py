@@ -106,9 +106,10 @@ class TrainingRecipe:
 
     A step takes `sequences` answers and `anchors` blocks of each. Losses (equations 9 to 12): `ce`, `tv` and
     `confidence` weights; `tv` counts from the share `tv_from` of the run on. Position j weighs exp(-j / gamma).
-    The target's states of up to `cache_gb` GB of answers are kept from one epoch to the next.
     `temperature` is that of the laws compared: 0 compares with the answer's own tokens (greedy serving), above it
-    with the target's law. `blocks` in all; learning rate with warm-up (share `warmup`) and cosine to `final_lr` times.
+    with the target's law. `blocks` in all. The learning rate rises (share `warmup`), stays, and falls along a cosine
+    to `final_lr` times itself in the last share `decay` of what follows the warm-up: a run stopped before that can be
+    made longer. The target's states of up to `cache_gb` GB of answers are kept from one epoch to the next.
     """
 
     blocks: int = 200_000
@@ -117,6 +118,7 @@ class TrainingRecipe:
     lr: float = 6e-4
     final_lr: float = 0.05
     warmup: float = 0.03
+    decay: float = 1.0
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
     ce: float = 1.0
@@ -138,6 +140,8 @@ class TrainingRecipe:
         _positive("training", self, "checkpoint_minutes", "validate_blocks", "validation_rows")
         _not_negative("training", self, "ce", "tv", "confidence", "weight_decay", "temperature", "warmup", "final_lr")
         _not_negative("training", self, "cache_gb")
+        if not 0 < self.decay <= 1:
+            raise ValueError(f"training.decay={self.decay!r} is not usable: give a share above 0, at most 1")
         if self.precision not in ("bf16", "float32"):
             raise ValueError(f"training.precision={self.precision!r}: use bf16 or float32")
 

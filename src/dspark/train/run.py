@@ -96,9 +96,9 @@ class TrainingRun:
     def trainer(self, examples: Sequence[Example]) -> Trainer:
         """A trainer at the folder's checkpoint, or at the start."""
         recipe = self.recipe
-        draft_ids = draft_vocabulary(
-            [e for e in examples if not e.held_out], self.weights.vocab_size, recipe.head.draft_vocab_size
-        )
+        # By the answers to all prompts: more samples of some tasks must not change what the head can say.
+        counted = [e for e in examples if not e.held_out and e.temperature == recipe.data.temperatures[0]]
+        draft_ids = draft_vocabulary(counted, self.weights.vocab_size, recipe.head.draft_vocab_size)
         rope = rope_of(self.loaded.config)
         config = config_for(recipe.head, self.weights, rope=rope, draft_vocab_size=len(draft_ids))
         head = new_head(config, self.weights, draft_ids, seed=recipe.training.seed)

@@ -73,9 +73,7 @@ class Trainer:
         self.held_out = (held_out or [e for e in examples if e.held_out and e.num_answer > 2])[: recipe.validation_rows]
         self.epoch = epoch_indices([example.task for example in self.train], weights or {})
         if not len(self.epoch) or not self.held_out:
-            raise ValueError(
-                "no answers to train on, or none held out: more prompts, weights or data.held_out needed"
-            )
+            raise ValueError("no answers to train on, or none held out: more prompts, weights or data.held_out needed")
         self.device = torch.device(target.runner.device)
         self.head = head.to(self.device)
         self.final_head = final_head
@@ -237,7 +235,8 @@ class Trainer:
         warm = max(1, round(recipe.warmup * self.num_steps))
         if step < warm:
             return recipe.lr * (step + 1) / warm
-        share = (step - warm) / max(1, self.num_steps - warm)
+        falling = recipe.decay * (self.num_steps - warm)
+        share = max(0.0, 1 - (self.num_steps - step) / max(1.0, falling))
         return recipe.lr * (recipe.final_lr + (1 - recipe.final_lr) * 0.5 * (1 + math.cos(math.pi * share)))
 
     def _next_validation(self) -> int:
