@@ -125,6 +125,19 @@ def test_a_recipe_that_does_not_fit_is_a_users_error(trained, capsys, arguments,
     assert len(error) == 1 and words in error[0]
 
 
+def test_a_finished_head_is_trained_further(trained, tmp_path, capsys):
+    """It starts where the other ended: its validation before the first step of note is the other's last."""
+    kind, run = trained
+    recipe = str(run.parent / "recipe.toml")
+    command = ["train", recipe, "--answers", str(run / "answers"), "--set", f"head.start='{run / 'head'}'"]
+    steps = ["--set", "training.blocks=8", "--set", "training.lr=1e-9", "--save-as", "float32"]
+    assert main([*command, "--out", str(tmp_path / "on"), *steps]) == 0
+    first, second = (json.loads((folder / "head" / "report.json").read_text()) for folder in (run, tmp_path / "on"))
+    assert second["validation"]["num_blocks"] == pytest.approx(first["validation"]["num_blocks"], abs=3)
+    assert main([*command, "--out", str(tmp_path / "other"), "--set", "head.block_size=3"]) == 2
+    assert "another head: block_size is 4, not 3" in capsys.readouterr().err
+
+
 def test_nothing_is_exported_without_a_checkpoint(trained, tmp_path, capsys):
     kind, run = trained
     arguments = ["--answers", str(run / "answers"), "--export-only"]

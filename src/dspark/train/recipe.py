@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -78,7 +78,8 @@ class HeadRecipe:
     context "target" starts from the target's own layers `layers`, reads their keys and values, and with
     `anchor_feature` the target's last state; "fused" has `num_layers` layers with random weights over the fused states
     of `layers`, in the form that DeepSpec, vLLM and SGLang load. intermediate_size 0: the target's. draft_vocab_size 0:
-    the whole vocabulary. kind "dspark" (markov_rank 0: DFlash) or "eagle3".
+    the whole vocabulary. kind "dspark" (markov_rank 0: DFlash) or "eagle3". `start`: the folder (relative to the
+    recipe) of a finished head of the same shape to go on from, with its draft vocabulary.
     """
 
     kind: str = "dspark"
@@ -92,6 +93,7 @@ class HeadRecipe:
     markov_rank: int = 64
     markov_type: str = "vanilla"
     confidence: bool = True
+    start: str = ""
 
     def __post_init__(self) -> None:
         _positive("head", self, "block_size", "num_layers")
@@ -178,7 +180,8 @@ def load_recipe(path: str | Path, *, overrides: Mapping[str, Any] | None = None)
         place[name] = value
     recipe = build(Recipe, values, where=path.name)
     files = tuple(str((path.parent / file).resolve()) for file in recipe.data.prompts)
-    return build(Recipe, recipe.as_dict() | {"data": asdict(recipe.data) | {"prompts": files}}, where=path.name)
+    start = str((path.parent / recipe.head.start).resolve()) if recipe.head.start else ""
+    return replace(recipe, data=replace(recipe.data, prompts=files), head=replace(recipe.head, start=start))
 
 
 def build(cls: type, values: Any, *, where: str) -> Any:

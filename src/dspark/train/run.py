@@ -24,7 +24,7 @@ from dspark.train.calibrate import by_position, fit_temperatures, overall_ece
 from dspark.train.figures import can_draw, draw_curve, draw_reliability
 from dspark.train.prompts import read_prompts
 from dspark.train.recipe import Recipe
-from dspark.train.start import config_for, draft_vocabulary, new_head, rope_of
+from dspark.train.start import config_for, draft_vocabulary, finished_head, new_head, rope_of
 from dspark.train.states import TargetStates
 from dspark.train.trainer import Row, Trainer
 from dspark.train.validate import Validation
@@ -101,7 +101,10 @@ class TrainingRun:
         draft_ids = draft_vocabulary(counted, self.weights.vocab_size, recipe.head.draft_vocab_size)
         rope = rope_of(self.loaded.config)
         config = config_for(recipe.head, self.weights, rope=rope, draft_vocab_size=len(draft_ids))
-        head = new_head(config, self.weights, draft_ids, seed=recipe.training.seed)
+        if recipe.head.start:
+            head = finished_head(recipe.head.start, config, self.weights)
+        else:
+            head = new_head(config, self.weights, draft_ids, seed=recipe.training.seed)
         longest = max(len(e.tokens) for e in examples)
         extra = (config.num_target_layers,) if recipe.training.temperature else ()
         states = TargetStates(
@@ -111,7 +114,7 @@ class TrainingRun:
             extra_taps=extra,
             keep_bytes=int(recipe.training.cache_gb * 1e9),
         )
-        covered = _coverage(examples, draft_ids)
+        covered = _coverage(examples, head.draft_ids)
         self._tell(
             {"answer_tokens": sum(e.num_answer for e in examples), "answers": len(examples), "coverage": covered}
         )

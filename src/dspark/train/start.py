@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dspark.heads.checkpoint import make_head
+from dspark.heads.checkpoint import load_head, make_head
 from dspark.heads.config import HeadConfig
 from dspark.model.weights import DecoderWeights, LayerWeights
 from dspark.train.answers import Example
@@ -123,6 +124,19 @@ def new_head(config: HeadConfig, weights: DecoderWeights, draft_ids: Tensor, *, 
             head.markov_head.markov_w1.weight.normal_(std=0.5, generator=torch.Generator().manual_seed(seed))
             head.markov_head.markov_w2.weight.zero_()
     return head
+
+
+def finished_head(folder: str, config: HeadConfig, weights: DecoderWeights) -> Any:
+    """The head in `folder`, in float32, to be trained further; it must be what `config` says but for its draft
+    vocabulary and calibration. Raises ValueError."""
+    head = load_head(folder, embed=weights.embed, head=weights.head, dtype=torch.float32)
+    free = {"confidence_temperatures": (), "draft_vocab_size": 0}
+    found, wanted = head.config.as_dict() | free, config.as_dict() | free
+    if differing := sorted(name for name in wanted if found[name] != wanted[name]):
+        told = ", ".join(f"{name} is {found[name]!r}, not {wanted[name]!r}" for name in differing)
+        raise ValueError(f"head.start {folder} is another head: {told}; give its own settings under [head]")
+    head.config = replace(head.config, confidence_temperatures=())
+    return head.train().requires_grad_(True)
 
 
 def _layer_state(layer: LayerWeights, config: HeadConfig) -> list[tuple[str, Tensor]]:
