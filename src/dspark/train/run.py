@@ -133,11 +133,12 @@ class TrainingRun:
         return trainer
 
     def export(self, trainer: Trainer, origin: Mapping[str, Any], *, dtype: str = "bfloat16") -> Validation:
-        """Validate, calibrate on held-out answers, and write head/ with its report and figures.
+        """Validate and calibrate on all held-out answers, and write head/ with its report and figures.
 
         Temperatures are fitted on every second held-out answer and reported on the others, then fitted on all.
         """
-        found = trainer.validate()
+        trainer.validate()
+        found = trainer.validate_all()
         head, folder = trainer.head, self.folder / "head"
         folder.mkdir(parents=True, exist_ok=True)
         report: dict[str, Any] = {"validation": found.as_dict(), "history": trainer.progress.history}

@@ -70,7 +70,7 @@ class Trainer:
         self.sink = sink or (lambda row: None)
         self.train = [example for example in examples if not example.held_out and example.num_answer > 2]
         held_out = [e for e in examples if e.held_out and e.num_answer > 2 and e.temperature == 0.0]
-        self.held_out = (held_out or [e for e in examples if e.held_out and e.num_answer > 2])[: recipe.validation_rows]
+        self.held_out = held_out or [e for e in examples if e.held_out and e.num_answer > 2]
         self.epoch = epoch_indices([example.task for example in self.train], weights or {})
         if not len(self.epoch) or not self.held_out:
             raise ValueError("no answers to train on, or none held out: more prompts, weights or data.held_out needed")
@@ -120,13 +120,20 @@ class Trainer:
         return self.progress.step >= self.num_steps
 
     def validate(self) -> Validation:
-        """Accepted length as the engine serves it, on the held-out answers."""
-        found = validate(self.head, self.target, self.held_out, rope=self.rope, autocast=self.autocast)
+        """Accepted length as the engine serves it, on the first of the held-out answers; a point of the curve."""
+        found = self._validate(self.held_out[: self.recipe.validation_rows])
         row = {"validation": found.as_dict(), "blocks": self.progress.blocks, "tokens": self.progress.tokens}
         row["seconds"] = round(self.progress.seconds, 1)
         self.progress.history.append(row)
         self.sink(row | {"step": self.progress.step, "num_steps": self.num_steps})
         return found
+
+    def validate_all(self) -> Validation:
+        """The same on all held-out answers."""
+        return self._validate(self.held_out)
+
+    def _validate(self, examples: Sequence[Example]) -> Validation:
+        return validate(self.head, self.target, examples, rope=self.rope, autocast=self.autocast)
 
     # -- one step
 
