@@ -10,6 +10,7 @@ import torch
 from dspark import LLM, SamplingParams
 from dspark.cli import main
 from dspark.config import SpeculationConfig
+from dspark.engine.heads import packaged_head
 
 CHAT = [{"role": "user", "content": "Repeat after me, twice: the quick brown fox jumps over the lazy dog."}]
 GREEDY = SamplingParams(temperature=0, max_tokens=48)
@@ -20,7 +21,7 @@ def exact(smollm2):
     return LLM(str(smollm2), exact=True, max_num_seqs=4, max_model_len=1024, check=True)
 
 
-@pytest.mark.parametrize("speculation", ({"method": "ngram"}, {"method": "suffix"}, {"method": "model"}))
+@pytest.mark.parametrize("speculation", [{"method": name} for name in ("ngram", "suffix", "model", "dspark", "auto")])
 def test_exact_mode_gives_the_tokens_of_plain_decoding(exact, smollm2, speculation):
     if speculation["method"] == "model":
         if exact.engine.runner.name != "native":
@@ -33,6 +34,29 @@ def test_exact_mode_gives_the_tokens_of_plain_decoding(exact, smollm2, speculati
         assert answer.outputs[0].token_ids == reference.token_ids
         assert answer.outputs[0].text == reference.text
     assert drafted.stats.record.num_accepted > 0
+
+
+def test_the_packaged_head_earns_its_place(exact):
+    """Whole blocks, on a sum: more than a token and a half a pass; and seeded text stays."""
+    whole = SpeculationConfig(method="dspark", policy="fixed", num_speculative_tokens=7)
+    drafted = exact.variant(speculation=whole)
+    sums = "Tom has 12 apples. He gives 5 to Ann and buys 9 more. How many apples does Tom have now?"
+    chat = [{"role": "user", "content": sums}]
+    answer = drafted.chat(chat, SamplingParams(temperature=0, max_tokens=96))[0].outputs[0]
+    assert answer.speculation.mean_accepted_length > 1.5
+    seeded = SamplingParams(temperature=0.7, seed=3, max_tokens=32)
+    texts = [llm.chat(chat, seeded)[0].outputs[0].token_ids for llm in (exact, drafted)]
+    assert texts[0] == texts[1]
+
+
+def test_the_packaged_head_says_where_it_comes_from():
+    folder = packaged_head("smollm2-135m")
+    assert folder is not None and sum(file.stat().st_size for file in folder.iterdir()) < 40e6
+    provenance = json.loads((folder / "provenance.json").read_text())
+    assert provenance["recipe"]["target"] == "smollm2-135m" and not provenance["git"]["dirty"]
+    assert "Apache-2.0" in (folder / "README.md").read_text()
+    report = json.loads((folder / "report.json").read_text())
+    assert report["calibration"]["ece"][1] <= 0.02
 
 
 def test_greedy_text_is_that_of_transformers_in_float32(smollm2):
