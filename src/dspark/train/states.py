@@ -79,8 +79,9 @@ class TargetStates:
 
     def __call__(self, sequences: Sequence[Sequence[int]]) -> States:
         """One pass after another until all sequences are done. Each must have at most `max_tokens` tokens."""
-        parts = {tuple(tokens): self.kept.get(tuple(tokens)) for tokens in sequences}
-        missing = [tokens for tokens, found in parts.items() if found is None]
+        wanted = [tuple(tokens) for tokens in sequences]
+        parts = {tokens: self.kept[tokens] for tokens in wanted if tokens in self.kept}
+        missing = [tokens for tokens in dict.fromkeys(wanted) if tokens not in parts]
         first = 0
         while first < len(missing):
             last = first + 1
@@ -90,10 +91,10 @@ class TargetStates:
                 parts[tokens] = part
                 self._keep(tokens, part)
             first = last
-        found = [part for tokens in sequences if (part := parts[tuple(tokens)]) is not None]
+        found = [parts[tokens] for tokens in wanted]
         starts = [0]
-        for tokens in sequences:
-            starts.append(starts[-1] + len(tokens))
+        for row in sequences:
+            starts.append(starts[-1] + len(row))
         return States(
             sequences=sequences,
             keys=[[part.keys[i] for part in found] for i in range(len(self.layers))],
