@@ -18,8 +18,8 @@ import torch
 
 from dspark import LLM, SamplingParams
 from dspark.bench.data import encode_rows, load_rows
-from dspark.bench.provenance import provenance
 from dspark.bench.variants import parse_variants
+from dspark.provenance import provenance
 
 
 def tokens_of(llm: LLM, prompts: list[list[int]], params: SamplingParams, *, batch: int) -> list[list[int]]:
