@@ -54,11 +54,12 @@ class Draft:
 
 @dataclass(kw_only=True)
 class Verdict:
-    """What the verifier keeps: the first `num_accepted` drafts, then one token of the target's own.
+    """What the verifier keeps of `num_verified` drafts: the first `num_accepted`, then one token of the target's own.
 
     `tokens` = accepted drafts + [corrected or bonus token], so len(tokens) == num_accepted + 1.
     """
 
+    num_verified: int
     num_accepted: int
     tokens: list[int]
 

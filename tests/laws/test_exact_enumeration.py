@@ -314,7 +314,8 @@ def test_greedy_keeps_the_common_prefix() -> None:
             for tokens in itertools.product(range(3), repeat=size):
                 num_common = max(n for n in range(size + 1) if argmax[:n] == tokens[:n])
                 result = accept_greedy(list(argmax), Draft(tokens=list(tokens)))
-                assert result == Verdict(num_accepted=num_common, tokens=list(argmax[: num_common + 1]))
+                kept = list(argmax[: num_common + 1])
+                assert result == Verdict(num_verified=size, num_accepted=num_common, tokens=kept)
 
 
 def one_hot_at(argmax: Tokens) -> Law:

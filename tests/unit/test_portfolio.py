@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dspark.draft.base import DraftRow
-from dspark.draft.portfolio import PROBE_EVERY, Portfolio
+from dspark.draft.portfolio import LONGEST_PAUSE, PROBE_EVERY, Portfolio
 from dspark.params import SamplingParams
 from dspark.types import Draft, Verdict
 
@@ -38,13 +38,33 @@ def row(seq_id):
     return DraftRow(seq_id=seq_id, tokens=[1, 2, 3], num_prompt=1, num_cached=2, params=SamplingParams())
 
 
-def verdict(accepted):
-    return Verdict(num_accepted=accepted, tokens=[7] * accepted + [1])
+def verdict(accepted, verified=3):
+    return Verdict(num_verified=verified, num_accepted=accepted, tokens=[7] * accepted + [1])
 
 
-def make(*, head=(0.9, 0.8, 0.7), lookup=(), price=0.2):
+class Prices:
+    """A target pass is 1 and `row` more for each row after the first, a draft pass of the head `head`."""
+
+    def __init__(self, *, head, row=0.0):
+        self.price, self.row = head, row
+
+    def target(self, rows):
+        return 1 + self.row * (rows - 1)
+
+    def head(self, greedy, sampled):
+        assert greedy + sampled > 0
+        return self.price
+
+
+def make(*, head=(0.9, 0.8, 0.7), lookup=(), price=0.2, row=0.0, **settings):
     parts = Fixed("dspark", head), Fixed("suffix", lookup)
-    return Portfolio(parts[0], lookup=parts[1], price=lambda greedy, sampled: price), *parts
+    return Portfolio(parts[0], lookup=parts[1], costs=Prices(head=price, row=row), **settings), *parts
+
+
+def run(portfolio, num_steps, *accepted, verified=3):
+    for step in range(num_steps):
+        portfolio.propose([row(1)], [4])
+        portfolio.observe([row(1)], [verdict(accepted[step % len(accepted)], verified)])
 
 
 def test_each_row_gets_what_promises_more():
@@ -54,7 +74,7 @@ def test_each_row_gets_what_promises_more():
         portfolio.observe([row(1), row(2)], [verdict(3), verdict(0)])
     sources = [draft.source for draft in portfolio.propose([row(1), row(2)], [4, 4])]
     assert sources == ["dspark", "suffix"]
-    assert portfolio.expected(1) > 2 > 0.7 > portfolio.expected(2)
+    assert portfolio.expected(1)[0] > 2 > 0.7 > portfolio.expected(2)[0]
     lookup.survival = (0.99,) * 4
     assert [d.source for d in portfolio.propose([row(1), row(2)], [4, 4])] == ["suffix", "suffix"]
 
@@ -62,18 +82,43 @@ def test_each_row_gets_what_promises_more():
 @pytest.mark.parametrize("price, drafts", ((0.1, True), (5.0, False)))
 def test_a_head_that_costs_more_than_it_brings_rests(price, drafts):
     portfolio, head, _ = make(price=price)
-    for _ in range(8):
-        portfolio.propose([row(1)], [4])
-        portfolio.observe([row(1)], [verdict(1)])
+    run(portfolio, 8, 1)
     assert bool(head.asked) == drafts
 
 
-def test_a_resting_head_is_asked_again_now_and_then():
+@pytest.mark.parametrize("row_price, verified, drafts", ((0.01, 3, True), (0.15, 3, False), (0.15, 1, True)))
+def test_rows_that_the_target_must_verify_are_part_of_the_price(row_price, verified, drafts):
+    """1.5 tokens a step for a draft pass of 0.2 and `verified` rows more: for 1.23, 1.65 and 1.35 passes."""
+    portfolio, head, _ = make(row=row_price)
+    run(portfolio, 30, 1, 0, verified=verified)
+    assert (len(head.asked) == 30) == drafts
+    assert drafts or len(head.asked) < 10
+
+
+def test_a_lookup_counts_with_the_survival_that_its_drafts_turned_out_to_have():
+    believed, *_ = make(lookup=(0.9, 0.9))
+    assert believed.propose([row(1)], [4])[0].source == "suffix"
+    doubted, *_ = make(lookup=(0.9, 0.9), calibrated=lambda source, claims: [0.1 * claim for claim in claims])
+    assert doubted.propose([row(1)], [4])[0].source == "dspark"
+
+
+def test_only_the_prefix_of_a_lookup_that_pays_is_held_against_the_head():
+    portfolio, *_ = make(lookup=(0.9,) + (0.0,) * 7, row=0.1)
+    assert portfolio.propose([row(1)], [8])[0].source == "suffix"
+
+
+def test_a_resting_head_is_asked_again_now_and_then_and_ever_less_often_in_vain():
     portfolio, head, _ = make(price=5.0)
-    for _ in range(2 * PROBE_EVERY):
-        portfolio.propose([row(1)], [4])
-        portfolio.observe([row(1)], [verdict(0)])
+    run(portfolio, 3 * PROBE_EVERY, 0)
     assert len(head.asked) == 2
+    run(portfolio, 4 * PROBE_EVERY, 0)
+    assert len(head.asked) == 3
+    run(portfolio, 100 * PROBE_EVERY, 0)
+    assert len(head.asked) >= 3 + 100 * PROBE_EVERY // LONGEST_PAUSE - 1
+    portfolio.costs.price = 0.0  # now it pays, and is asked at every step
+    before = len(head.asked)
+    run(portfolio, 10, 3)
+    assert len(head.asked) == before + 10
 
 
 def test_rows_without_a_limit_or_a_verdict_change_nothing():
@@ -93,6 +138,6 @@ def test_every_part_is_told_and_forgets():
     assert head.observed == [(1, "taps")] and lookup.observed == [(1, None)]
     portfolio.forget(1)
     assert head.forgotten == lookup.forgotten == [1] and not portfolio.rows
-    alone = Portfolio(head, price=lambda greedy, sampled: 0.1)
+    alone = Portfolio(head, costs=None)
     assert alone.name == "dspark"
     assert alone.propose([row(1)], [2])[0].source == "dspark"

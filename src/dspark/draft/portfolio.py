@@ -7,51 +7,89 @@ All choices are made from the history of the row and of the traffic, and from lo
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from dspark.draft.base import Drafter, DraftRow, Taps
 from dspark.types import Draft, Verdict
 
 FIRST_GUESS = 1.0
-"""Accepted drafts of the head a step, before anything is known."""
+"""Accepted drafts of the head a step, before anything is known; three times as many verified."""
 PRIOR_WEIGHT = 4.0
 DECAY = 0.9
 OVERALL_DECAY = 0.995
 PROBE_EVERY = 16
+LONGEST_PAUSE = 128
+
+
+@dataclass
+class _Record:
+    """Decayed sums over steps that the head drafted: drafts accepted, drafts verified, steps."""
+
+    accepted: float = 0.0
+    verified: float = 0.0
+    steps: float = 0.0
+
+    def add(self, verdict: Verdict, *, decay: float) -> None:
+        self.accepted = self.accepted * decay + verdict.num_accepted
+        self.verified = self.verified * decay + verdict.num_verified
+        self.steps = self.steps * decay + 1
 
 
 @dataclass
 class _Row:
-    """What the head brought this row: decayed accepted drafts and steps; steps since the head was last asked; whether
-    the draft now being verified is the head's."""
+    """What the head brought this row; steps since it was last asked, and after how many it is asked again; whether the
+    draft now being verified is the head's."""
 
-    accepted: float = 0.0
-    steps: float = 0.0
+    record: _Record = field(default_factory=_Record)
     idle: int = 0
+    pause: int = PROBE_EVERY
     pending: bool = False
+
+
+class Costs(Protocol):
+    """Seconds, of which only ratios matter."""
+
+    def target(self, rows: float) -> float:
+        """A target pass of that many packed rows."""
+        ...
+
+    def head(self, greedy: int, sampled: int) -> float:
+        """A draft pass of the head, for that many rows of either kind."""
+        ...
 
 
 class Portfolio:
     """A head that pays for its drafts, beside a lookup drafter that does not (or None).
 
-    With E accepted drafts expected, a step brings 1 + E tokens for one target pass, and the head's pass costs `price`
-    target passes more: the head drafts where (1 + E_head) / (1 + price) > 1 + E_lookup. E_lookup is the sum of the
-    lookup's survival, 0 without a match; E_head is the row's running mean, shrunk towards that of all rows. A row whose
-    head rests is asked again every PROBE_EVERY steps.
+    Each row gets what promises most tokens a second. With n rows in the step, E accepted and V verified drafts a step,
+    the head brings 1 + E tokens for C(n (1 + V)) + d(n) seconds: E and V are the row's running means, shrunk towards
+    those of all rows. The best prefix of the lookup's draft brings 1 + S_k for C(n (1 + k)), S_k the sum of its
+    calibrated survival; k = 0 is no draft at all. A row whose head rests is asked again after PROBE_EVERY steps, and
+    after twice as many each time that this was in vain.
     """
 
-    def __init__(self, head: Drafter, *, lookup: Drafter | None = None, price: Callable[[int, int], float]) -> None:
-        """price(greedy, sampled): seconds of a draft pass of the head over those of a target pass, for that many rows
-        of either kind."""
+    def __init__(
+        self,
+        head: Drafter,
+        *,
+        costs: Costs | None,
+        lookup: Drafter | None = None,
+        calibrated: Callable[[str, Sequence[float]], Sequence[float]] = lambda source, claims: claims,
+    ) -> None:
+        """`costs` None: drafts are free, for fixed lengths. `calibrated(source, survival)`: the survival that drafts
+        of that source have turned out to have."""
         self.head = head
         self.lookup = lookup
-        self.price = price
+        self.costs = costs
+        self.calibrated = calibrated
         self.name = "auto" if lookup is not None else head.name
         self.taps = head.taps
         self.num_places = head.num_places
         self.rows: dict[int, _Row] = {}
-        self.overall = [FIRST_GUESS * PRIOR_WEIGHT, PRIOR_WEIGHT]
+        self.overall = _Record(
+            accepted=FIRST_GUESS * PRIOR_WEIGHT, verified=3 * FIRST_GUESS * PRIOR_WEIGHT, steps=PRIOR_WEIGHT
+        )
 
     def propose(
         self,
@@ -65,11 +103,11 @@ class Portfolio:
         if self.lookup is not None:
             drafts = self.lookup.propose(rows, limits, floors=floors, masks=masks)
         num_greedy = sum(row.sampler is None or row.sampler.plain_greedy for row in rows)
-        price = self.price(num_greedy, len(rows) - num_greedy)
+        head_seconds = self.costs.head(num_greedy, len(rows) - num_greedy) if self.costs else 0.0
         chosen = [
             i
             for i, (row, limit, draft) in enumerate(zip(rows, limits, drafts))
-            if limit > 0 and self._head_pays(row.seq_id, sum(draft.survival), price)
+            if limit > 0 and self._head_pays(row.seq_id, draft, num_rows=len(rows), head_seconds=head_seconds)
         ]
         if chosen:
             proposals = self.head.propose([rows[i] for i in chosen], [limits[i] for i in chosen])
@@ -84,10 +122,8 @@ class Portfolio:
             state = self.rows.get(row.seq_id)
             if state is not None and state.pending and verdict is not None:
                 state.pending = False
-                state.accepted = state.accepted * DECAY + verdict.num_accepted
-                state.steps = state.steps * DECAY + 1
-                self.overall[0] = self.overall[0] * OVERALL_DECAY + verdict.num_accepted
-                self.overall[1] = self.overall[1] * OVERALL_DECAY + 1
+                state.record.add(verdict, decay=DECAY)
+                self.overall.add(verdict, decay=OVERALL_DECAY)
         self.head.observe(rows, verdicts, taps)
         if self.lookup is not None:
             self.lookup.observe(rows, verdicts)
@@ -98,19 +134,38 @@ class Portfolio:
         if self.lookup is not None:
             self.lookup.forget(seq_id)
 
-    def expected(self, seq_id: int) -> float:
-        """Accepted drafts of the head in the row's next step."""
-        state = self.rows.get(seq_id) or _Row()
-        overall = self.overall[0] / self.overall[1]
-        return (state.accepted + PRIOR_WEIGHT * overall) / (state.steps + PRIOR_WEIGHT)
+    def expected(self, seq_id: int) -> tuple[float, float]:
+        """Drafts of the head that are accepted, and verified, in the row's next step."""
+        record = self.rows[seq_id].record if seq_id in self.rows else _Record()
+        steps = record.steps + PRIOR_WEIGHT
 
-    def _head_pays(self, seq_id: int, lookup: float, price: float) -> bool:
+        def mean(of_row: float, of_all: float) -> float:
+            return (of_row + PRIOR_WEIGHT * of_all / self.overall.steps) / steps
+
+        return mean(record.accepted, self.overall.accepted), mean(record.verified, self.overall.verified)
+
+    def _head_pays(self, seq_id: int, draft: Draft, *, num_rows: int, head_seconds: float) -> bool:
         state = self.rows.setdefault(seq_id, _Row())
-        if (1 + self.expected(seq_id)) / (1 + price) > 1 + lookup:
-            state.idle = 0
+        accepted, verified = self.expected(seq_id)
+        lookup = self._lookup_rate(draft, num_rows)
+        if (1 + accepted) / (self._seconds(num_rows, verified) + head_seconds) > lookup:
+            state.idle, state.pause = 0, PROBE_EVERY
             return True
         state.idle += 1
         # A probe is worth a step only where the row would else go without drafts.
-        if state.idle % PROBE_EVERY == 0 and lookup < self.expected(seq_id):
+        if state.idle >= state.pause and (1 + accepted) / self._seconds(num_rows, verified) > lookup:
+            state.idle, state.pause = 0, min(2 * state.pause, LONGEST_PAUSE)
             return True
         return False
+
+    def _lookup_rate(self, draft: Draft, num_rows: int) -> float:
+        """Tokens a row and second with the best prefix of a lookup's draft."""
+        best, expected = 1 / self._seconds(num_rows, 0), 1.0
+        for k, alive in enumerate(self.calibrated(draft.source, draft.survival), start=1):
+            expected += alive
+            best = max(best, expected / self._seconds(num_rows, k))
+        return best
+
+    def _seconds(self, num_rows: int, drafts: float) -> float:
+        """Of a target pass with that many drafts a row."""
+        return self.costs.target(num_rows * (1 + drafts)) if self.costs else 1.0

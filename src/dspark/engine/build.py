@@ -16,7 +16,7 @@ from dspark.config import EngineConfig, SpeculationConfig
 from dspark.draft.base import Drafter, registry
 from dspark.draft.block import added_layers
 from dspark.draft.portfolio import Portfolio
-from dspark.engine.heads import build_head_drafter, load_draft_head, measure_head_cost
+from dspark.engine.heads import HeadCosts, build_head_drafter, load_draft_head, measure_head_cost
 from dspark.engine.loop import Engine, Speculator
 from dspark.engine.scheduler import Scheduler
 from dspark.model.batch import Span, pack
@@ -25,6 +25,7 @@ from dspark.model.load import LoadedModel, load_model
 from dspark.model.runner import build_runner
 from dspark.model.tokenizer import Tokenizer
 from dspark.plan.cost import CostTable, profile
+from dspark.plan.history import Calibration
 from dspark.plan.length import AdaptiveLength, FixedLength, LengthPolicy
 
 Progress = Callable[[str, int, int], None]
@@ -176,24 +177,23 @@ def _head_speculator(
     num_tokens = speculation.num_speculative_tokens
     lookup = registry()["suffix"](**speculation.drafter_settings()) if speculation.method == "auto" else None
     if speculation.policy == "fixed" or not num_tokens:
-        fixed = drafter if lookup is None else Portfolio(drafter, lookup=lookup, price=lambda greedy, sampled: 0.0)
+        fixed = drafter if lookup is None else Portfolio(drafter, costs=None, lookup=lookup)
         return Speculator(drafter=fixed, policy=FixedLength(num_tokens), max_tokens=num_tokens)
-    cost = target.cost(runner, page_size=config.page_size)
-    draft_cost = measure_head_cost(drafter, num_tokens=num_tokens)
-    sampled_cost = measure_head_cost(drafter, num_tokens=num_tokens, temperature=1.0)
-
-    def price(greedy: int, sampled: int) -> float:
-        seconds = (draft_cost.seconds(greedy) if greedy else 0.0) + (sampled_cost.seconds(sampled) if sampled else 0.0)
-        return seconds / cost.seconds(greedy + sampled)
-
-    portfolio = Portfolio(drafter, lookup=lookup, price=price)
+    costs = HeadCosts(
+        passes=target.cost(runner, page_size=config.page_size),
+        greedy=measure_head_cost(drafter, num_tokens=num_tokens),
+        sampled=measure_head_cost(drafter, num_tokens=num_tokens, temperature=1.0),
+    )
+    calibration = Calibration()
+    portfolio = Portfolio(drafter, costs=costs, lookup=lookup, calibrated=calibration.survival)
     return Speculator(
         drafter=portfolio,
         policy=FixedLength(num_tokens),
         max_tokens=num_tokens,
-        cost=cost,
-        draft_cost=draft_cost,
+        cost=costs.passes,
+        draft_cost=costs.greedy,
         block_source=drafter.name,
+        calibration=calibration,
     )
 
 

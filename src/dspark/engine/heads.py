@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -114,6 +115,22 @@ def build_head_drafter(
         num_valid_tokens=num_valid_tokens,
         chain=chain,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadCosts:
+    """Measured tables for draft/portfolio.Costs: `passes` of the target by packed rows, draft passes by `greedy` and by
+    `sampled` rows."""
+
+    passes: CostTable
+    greedy: CostTable
+    sampled: CostTable
+
+    def target(self, rows: float) -> float:
+        return self.passes.seconds(rows)
+
+    def head(self, greedy: int, sampled: int) -> float:
+        return (self.greedy.seconds(greedy) if greedy else 0.0) + (self.sampled.seconds(sampled) if sampled else 0.0)
 
 
 def measure_head_cost(drafter: Any, *, num_tokens: int, temperature: float = 0.0) -> CostTable:

@@ -20,8 +20,8 @@ class CostTable:
         self.points = sorted(points)
         self.rows = [rows for rows, _ in self.points]
 
-    def seconds(self, rows: int) -> float:
-        """Time of a pass over that many rows."""
+    def seconds(self, rows: float) -> float:
+        """Time of a pass over that many rows; a mean need not be a whole number."""
         index = bisect.bisect_left(self.rows, rows)
         if index == len(self.rows):
             last_rows, last = self.points[-1]

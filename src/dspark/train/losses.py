@@ -50,19 +50,24 @@ def block_losses(
 ) -> Sums:
     """Sums of the three losses over blocks.
 
-    logits (N, B, W) float32; labels (N, B): draft ids of the answer's tokens, -1 where the draft has none; weights
-    (N, B). target (N, B, W): the target's law over the draft's tokens; None is temperature 0, the law that has only
-    the label. Cross-entropy is against the label (a position without one has none). confidence (N, B): logits, trained
-    by binary cross-entropy against the acceptance (equations 8 and 11). `need_tv` False leaves the second sum 0.
+    logits (N, B, W), computed with in float32; labels (N, B): draft ids of the answer's tokens, -1 where the draft has
+    none; weights (N, B). target (N, B, W): the target's law over the draft's tokens; None is temperature 0, the law
+    that has only the label. Cross-entropy is against the label (a position without one has none). confidence (N, B):
+    logits, trained by binary cross-entropy against the acceptance (equations 8 and 11). `need_tv` False leaves the
+    second sum 0.
     """
     known = labels >= 0
-    safe = labels.clamp(min=0)
+    logits = logits.float()  # here, where a compiler can fuse it with what follows
     log_normaliser = torch.logsumexp(logits, dim=-1)
-    at_label = logits.gather(-1, safe.unsqueeze(-1)).squeeze(-1) - log_normaliser
+    chosen = logits.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    at_label = chosen - log_normaliser
     ce = -at_label * known
     if target is None:
         # At temperature 0 both laws are one-hot when served: the draft is its likeliest token.
-        accept = ((logits.detach().argmax(dim=-1) == safe) & known).float()
+        # One of equals counts as its share of them; a maximum is much quicker to find than its place.
+        best = logits.detach().amax(dim=-1)
+        num_best = (logits.detach() >= best.unsqueeze(-1)).sum(dim=-1)
+        accept = ((chosen.detach() >= best) & known) / num_best
         tv = (1 - at_label.exp() * known) if need_tv else torch.zeros_like(ce)
     else:
         tv = total_variation(logits, target) if need_tv or confidence is not None else torch.zeros_like(ce)

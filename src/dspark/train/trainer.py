@@ -182,7 +182,7 @@ class Trainer:
                 hidden, latents, confidence = (None if leaf is None else leaf[part] for leaf in leaves)
                 assert hidden is not None
                 sums = self.losses(
-                    output_logits(self.head, hidden, latents).float(),
+                    output_logits(self.head, hidden, latents),
                     labels[part],
                     weights[part],
                     target=None if law is None else law[part],

@@ -38,7 +38,8 @@ def accept_greedy(argmax: Sequence[int], draft: Draft) -> Verdict:
     num_accepted = 0
     while num_accepted < len(tokens) and tokens[num_accepted] == argmax[num_accepted]:
         num_accepted += 1
-    return Verdict(num_accepted=num_accepted, tokens=[*tokens[:num_accepted], int(argmax[num_accepted])])
+    kept = [*tokens[:num_accepted], int(argmax[num_accepted])]
+    return Verdict(num_verified=len(tokens), num_accepted=num_accepted, tokens=kept)
 
 
 def accept(p: Tensor, draft: Draft, noise: Chance, *, position: int) -> Verdict:
@@ -65,7 +66,7 @@ def _accept_equal(p: Tensor, tokens: Sequence[int], noise: Chance, *, position: 
         emitted.append(noise.draw(p[i], position + i))
         if i == len(tokens) or emitted[i] != tokens[i]:
             break
-    return Verdict(num_accepted=len(emitted) - 1, tokens=emitted)
+    return Verdict(num_verified=len(tokens), num_accepted=len(emitted) - 1, tokens=emitted)
 
 
 def _accept_sampled(p: Tensor, draft: Draft, noise: Chance, *, position: int) -> Verdict:
@@ -84,9 +85,10 @@ def _accept_sampled(p: Tensor, draft: Draft, noise: Chance, *, position: int) ->
         assert q_token[i] > 0, f"draft {i} ({draft.source}): token {tokens[i]} has no mass in the law given for it"
         if not noise.flip(p_token[i] * q_mass[i], q_token[i] * p_mass[i], position=position + i):
             weights = residual(p[i], q[i], p_mass=p_mass[i], q_mass=q_mass[i])
-            return Verdict(num_accepted=i, tokens=[*tokens[:i], noise.draw(weights, position + i)])
+            kept = [*tokens[:i], noise.draw(weights, position + i)]
+            return Verdict(num_verified=num_drafts, num_accepted=i, tokens=kept)
     last = noise.draw(p[num_drafts], position + num_drafts)
-    return Verdict(num_accepted=num_drafts, tokens=[*tokens, last])
+    return Verdict(num_verified=num_drafts, num_accepted=num_drafts, tokens=[*tokens, last])
 
 
 def residual(p_V: Tensor, q_V: Tensor, *, p_mass: float, q_mass: float) -> Tensor:
