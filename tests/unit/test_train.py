@@ -72,6 +72,13 @@ def test_losses_at_temperature_0_are_those_of_one_hot_laws():
     assert float(sums.weight) == pytest.approx(3.5)
 
 
+def test_of_equally_likely_tokens_each_is_drafted_as_often():
+    """16-bit logits are often equal; which of them is drafted is chance."""
+    logits = torch.tensor([[[2.0, 2.0, 1.0], [2.0, 2.0, 2.0], [2.0, 1.0, 1.0], [1.0, 2.0, 1.0]]]).bfloat16()
+    sums = block_losses(logits, torch.tensor([[1, 2, 0, -1]]), torch.ones(1, 4))
+    torch.testing.assert_close(sums.accept, torch.tensor([[1 / 2, 1 / 3, 1.0, 0.0]]))
+
+
 def test_confidence_loss_is_least_at_the_acceptance():
     logits = torch.randn(1, 1, 6, generator=torch.Generator().manual_seed(5))
     target = laws(6, 1, 1, 6)

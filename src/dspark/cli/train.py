@@ -45,15 +45,17 @@ def run(args: argparse.Namespace) -> int:
     recipe = load_recipe(args.recipe, overrides=overrides(args.set))
     from dspark.train.run import TrainingRun
 
-    console = Console(as_json=args.json)
+    console, progress = Console(as_json=args.json), ProgressBar()
     training = TrainingRun(
         recipe,
         Path(args.out),
         answers=None if args.answers is None else Path(args.answers),
-        generate=lazy_generate(recipe.target, device=args.device, threads=args.threads, batch=recipe.data.batch),
+        generate=lazy_generate(
+            recipe.target, device=args.device, threads=args.threads, batch=recipe.data.batch, progress=progress
+        ),
         device=args.device,
         threads=args.threads,
-        progress=ProgressBar(),
+        progress=progress,
         sink=console,
     )
     examples = training.answers()
@@ -97,7 +99,14 @@ def overrides(words: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-def lazy_generate(target: str, *, device: str, threads: int | None, batch: int) -> Callable[..., list[list[int]]]:
+def lazy_generate(
+    target: str,
+    *,
+    device: str,
+    threads: int | None,
+    batch: int,
+    progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
+) -> Callable[..., list[list[int]]]:
     """train.answers.Generate by our own engine, which is loaded when first asked for."""
     engines: list[Any] = []
 
@@ -115,7 +124,16 @@ def lazy_generate(target: str, *, device: str, threads: int | None, batch: int) 
             )
             for index in range(len(prompts))
         ]
-        outputs = engines[0].generate([list(prompt) for prompt in prompts], params)
+        engine = engines[0].engine
+
+        def tell(stats: Any) -> None:
+            progress("prompts answered of this part", len(prompts) - len(engine.rows), len(prompts))
+
+        engine.sinks.append(tell)
+        try:
+            outputs = engines[0].generate([list(prompt) for prompt in prompts], params)
+        finally:
+            engine.sinks.remove(tell)
         if refused := [output.error for output in outputs if output.error]:
             raise ValueError(f"{len(refused)} prompts were refused by the target: {refused[0]}")
         return [output.outputs[0].token_ids for output in outputs]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dspark.draft.base import DraftRow, Taps
+from dspark.draft.draw import draw_token
 from dspark.heads.blocks import Context
 from dspark.heads.eagle import EagleHead
 from dspark.heads.rope import rope_tables
@@ -136,15 +137,14 @@ class EagleDrafter:
             row, draft = rows[i], drafts[i]
             token, claim = ids[n], sure[n]
             if row.sampler is not None and not row.sampler.plain_greedy:
-                spread = logits.new_full((self.vocab_size,), -torch.inf)
-                spread[self.draft_ids] = logits[n]
-                law = row.sampler.law(spread[None], row.tokens, draft.tokens)[0]
-                claim = float(law.max())
-                if row.params.greedy:
-                    token = int(law.argmax())
-                else:
-                    laws[i].append(law)
-                    token = row.sampler.draw_draft(law, len(row.tokens) + len(draft.tokens))
+                token, claim = draw_token(
+                    row,
+                    logits[n],
+                    self.draft_ids,
+                    vocab_size=self.vocab_size,
+                    drafted=draft.tokens,
+                    laws=laws[i],
+                )
             claims[i] *= claim
             draft.tokens.append(token)
             draft.survival.append(claims[i])

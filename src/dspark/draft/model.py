@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dspark.draft.base import DraftRow
+from dspark.draft.draw import draw_token
 from dspark.model.batch import Span, pack
 from dspark.model.cache import KVCache
 from dspark.types import Draft, Verdict
@@ -175,22 +176,14 @@ class ModelDrafter:
         for i, (guess, token, claim) in enumerate(zip(active, best.tolist(), confidence)):
             sampler = guess.row.sampler
             if sampler is not None and not sampler.plain_greedy:
-                token, claim = self._draw_processed(guess, self._fit(valid[i]))
+                token, claim = draw_token(
+                    guess.row,
+                    valid[i],
+                    slice(valid.shape[1]),
+                    vocab_size=self.vocab_size,
+                    drafted=guess.draft.tokens,
+                    laws=guess.laws,
+                )
             guess.claim *= claim
             guess.draft.tokens.append(token)
             guess.draft.survival.append(guess.claim)
-
-    def _draw_processed(self, guess: _Guess, logits: Tensor) -> tuple[int, float]:
-        row, drafted = guess.row, guess.draft.tokens
-        law = row.sampler.law(logits[None], row.tokens, drafted)[0]
-        claim = float(law.max())
-        if row.params.greedy:
-            return int(law.argmax()), claim
-        guess.laws.append(law)
-        return row.sampler.draw_draft(law, len(row.tokens) + len(drafted)), claim
-
-    def _fit(self, logits: Tensor) -> Tensor:
-        """Pad to the target's columns with impossible tokens."""
-        fitted = logits.new_full((self.vocab_size,), -torch.inf)
-        fitted[: len(logits)] = logits
-        return fitted

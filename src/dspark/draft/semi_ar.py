@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dspark.draft.base import DraftRow, Taps
 from dspark.draft.block import BlockRunner
+from dspark.draft.draw import draw_token
 from dspark.heads.rope import rope_tables
 from dspark.heads.semi_ar import SemiAutoregressiveHead
 from dspark.model.cache import KVCache
@@ -179,28 +180,18 @@ class SemiAutoregressiveDrafter:
                 assert state is not None
                 state, bias = head.markov_head.step(state, previous, at)
                 words = words + bias[0].float()
-            law = row.sampler.law(self._spread(words)[None], row.tokens, draft.tokens)[0]
+            sure = None
             if head.confidence_head is not None:
-                sure = float(head.confidence(at, previous)[0]) / float(self.temperatures[j])
-                claim *= 1 / (1 + np.exp(-sure))
-            else:
-                claim *= float(law.max())
-            if row.params.greedy:
-                token = int(law.argmax())
-            else:
-                laws.append(law)
-                token = row.sampler.draw_draft(law, len(row.tokens) + len(draft.tokens))
+                sure = float(torch.sigmoid(head.confidence(at, previous)[0] / float(self.temperatures[j])))
+            token, top = draw_token(
+                row, words, self.draft_ids, vocab_size=self.vocab_size, drafted=draft.tokens, laws=laws
+            )
+            claim *= top if sure is None else sure
             draft.tokens.append(token)
-            draft.survival.append(float(claim))
+            draft.survival.append(claim)
             previous = torch.tensor([token], device=self.device)
         if laws:
             draft.q = torch.stack(laws)
-
-    def _spread(self, words: Tensor) -> Tensor:
-        """(W,) over the draft's tokens -> (V,), impossible elsewhere."""
-        spread = words.new_full((self.vocab_size,), -torch.inf)
-        spread[self.draft_ids] = words
-        return spread
 
     @torch.no_grad()
     def _store_context(self, rows: Sequence[DraftRow], taps: Taps) -> None:

@@ -80,6 +80,8 @@ inline float dot(const float* a, const float* b, int count) {
     return sum;
 }
 
+constexpr int64_t kStretch = 512;  // tokens whose maximum is found before the place of it is looked for
+
 // One thread's view. Rows advance together; a thread's own rows need no waiting between their positions.
 class ChainPass {
    public:
@@ -164,11 +166,24 @@ class ChainPass {
         const float* base = batch_.logits + (int64_t(r) * batch_.block + j) * args_.num_words;
         const float* bias = space_.bias + int64_t(r) * args_.num_words;
         float best = -INFINITY;
-        for (int64_t w = range.begin; w < range.end; ++w) best = std::max(best, score(base, bias, w));
-        int64_t at = range.begin;
+        int64_t at = range.begin;  // start of the stretch that holds the best; then its place
+        for (int64_t start = range.begin; start < range.end; start += kStretch) {
+            const float top = highest(base, bias, start, std::min(start + kStretch, range.end));
+            if (top > best) best = top, at = start;
+        }
         while (at + 1 < range.end && !(score(base, bias, at) == best)) ++at;
         space_.best[r * num_threads_ + tid_] = best;
         space_.where[r * num_threads_ + tid_] = int32_t(at);
+    }
+    float highest(const float* base, const float* bias, int64_t start, int64_t end) const {
+        Vec tops = splat(-INFINITY);
+        int64_t w = start;
+        for (; w + kLanes <= end; w += kLanes)
+            tops = maximum(tops, args_.rank ? load(base + w) + load(bias + w) : load(base + w));
+        float top = -INFINITY;
+        for (int lane = 0; lane < kLanes; ++lane) top = std::max(top, tops[lane]);
+        for (; w < end; ++w) top = std::max(top, score(base, bias, w));
+        return top;
     }
     float score(const float* base, const float* bias, int64_t w) const {
         return args_.rank ? base[w] + bias[w] : base[w];
