@@ -16,15 +16,16 @@ class Fixed:
     taps = (3,)
     num_places = 5
 
-    def __init__(self, name, survival):
-        self.name, self.survival = name, survival
+    def __init__(self, name, survival, *, first=7):
+        self.name, self.survival, self.first, self.q = name, survival, first, None
         self.asked, self.observed, self.forgotten = [], [], []
 
     def propose(self, rows, limits, *, floors=None, masks=None):
         self.asked.append([row.seq_id for row in rows])
+        claims = [list(self.survival[:n]) for n in limits]
         return [
-            Draft(tokens=[7] * min(n, len(self.survival)), survival=list(self.survival[:n]), source=self.name)
-            for n in limits
+            Draft(tokens=[self.first + j for j in range(len(row))], q=self.q, survival=row, source=self.name)
+            for row in claims
         ]
 
     def observe(self, rows, verdicts, taps=None):
@@ -43,22 +44,32 @@ def verdict(accepted, verified=3):
 
 
 class Prices:
-    """A target pass is 1 and `row` more for each row after the first, a draft pass of the head `head`."""
+    """A target pass is 1 and `row` more for each row after the first, a draft pass of the head `price`; on the clock
+    the head takes `slower` times as long."""
 
-    def __init__(self, *, head, row=0.0):
-        self.price, self.row = head, row
+    def __init__(self, *, head, row=0.0, slower=1.0):
+        self.price, self.row, self.slower = head, row, slower
+        self.now = self.asked = 0.0
 
     def target(self, rows):
-        return 1 + self.row * (rows - 1)
+        self.asked = 1 + self.row * (rows - 1)
+        return self.asked
 
     def head(self, greedy, sampled):
         assert greedy + sampled > 0
+        self.asked = self.slower * self.price
         return self.price
 
+    def clock(self):
+        """What was last asked for has just been done."""
+        self.now += self.asked
+        return self.now
 
-def make(*, head=(0.9, 0.8, 0.7), lookup=(), price=0.2, row=0.0, **settings):
-    parts = Fixed("dspark", head), Fixed("suffix", lookup)
-    return Portfolio(parts[0], lookup=parts[1], costs=Prices(head=price, row=row), **settings), *parts
+
+def make(*, head=(0.9, 0.8, 0.7), lookup=(), price=0.2, row=0.0, slower=1.0, first=70, **settings):
+    parts = Fixed("dspark", head), Fixed("suffix", lookup, first=first)
+    prices = Prices(head=price, row=row, slower=slower)
+    return Portfolio(parts[0], lookup=parts[1], costs=prices, clock=prices.clock, **settings), *parts
 
 
 def run(portfolio, num_steps, *accepted, verified=3):
@@ -93,6 +104,16 @@ def test_rows_that_the_target_must_verify_are_part_of_the_price(row_price, verif
     run(portfolio, 30, 1, 0, verified=verified)
     assert (len(head.asked) == 30) == drafts
     assert drafts or len(head.asked) < 10
+
+
+@pytest.mark.parametrize("slower, drafts", ((1.0, True), (4.0, False)))
+def test_costs_follow_the_clock(slower, drafts):
+    """1.5 tokens a step for 1.2 passes by the table; the head takes 0.8 of a pass when it is four times as slow."""
+    portfolio, head, _ = make(slower=slower)
+    run(portfolio, 100, 1, 0)
+    assert portfolio.pace.head == pytest.approx(1.0) if drafts else portfolio.pace.head > 2  # then it is not asked
+    assert portfolio.pace.target == pytest.approx(1.0)
+    assert (len(head.asked) == 100) == drafts
 
 
 def test_a_lookup_counts_with_the_survival_that_its_drafts_turned_out_to_have():
@@ -141,3 +162,45 @@ def test_every_part_is_told_and_forgets():
     alone = Portfolio(head, costs=None)
     assert alone.name == "dspark"
     assert alone.propose([row(1)], [2])[0].source == "dspark"
+
+
+MATCH = (0.3, 0.28, 0.26)
+
+
+def confirmed(head=(0.6, 0.3), lookup=MATCH, *, first=7, q=None, **settings):
+    """The draft of a row whose lookup promises too little to do without the head."""
+    portfolio, drafter, _ = make(head=head, lookup=lookup, first=first, price=0.0, **settings)
+    drafter.q = q
+    [draft] = portfolio.propose([row(1)], [8])
+    assert drafter.asked
+    return draft
+
+
+def test_a_match_that_the_head_confirms_takes_its_place():
+    draft = confirmed()
+    assert (draft.source, draft.tokens, draft.q) == ("suffix+dspark", [7, 8, 9], None)
+    first = 1 - 0.4 * 0.7
+    second = first * (1 - (1 - 0.3 / 0.6) * (1 - 0.28 / 0.3))
+    assert draft.survival == pytest.approx([first, second, second * 0.26 / 0.28])
+
+
+@pytest.mark.parametrize(
+    "case",
+    (
+        dict(first=8),  # they begin otherwise
+        dict(head=(0.9, 0.8, 0.7), lookup=(0.1,)),  # the head's own block promises more
+        dict(q="a law"),  # drawn: the choice would look at what was drawn
+        dict(calibrated=lambda source, claims: [0.1 * claim if "+" in source else claim for claim in claims]),
+    ),
+)
+def test_a_match_that_is_not_confirmed_does_not(case):
+    draft = confirmed(**case)
+    assert draft.source == "dspark" and draft.q == case.get("q")
+    assert len(draft.tokens) == len(case.get("head", (0.6, 0.3)))
+
+
+def test_what_a_confirmed_match_brings_counts_for_the_head():
+    portfolio, *_ = make(head=(0.6, 0.3), lookup=MATCH, first=7, price=0.0)
+    before = portfolio.expected(1)[0]
+    run(portfolio, 5, 3)
+    assert portfolio.expected(1)[0] > before + 1

@@ -27,12 +27,15 @@ Blocks = tuple[Tensor, Tensor]
 
 class BlockRunner(Protocol):
     """Runs one block a row. `seq_ids`: sequences open in the cache, with all tokens before their anchor cached;
-    anchors (R,): positions; inputs (R, rows, D). `places`: places past the cached tokens that a block is written to, 0
-    when it is written nowhere."""
+    anchors (R,): positions; `tokens` (R): the anchors' ids; features (R, D): the target's final state of the token
+    before each, where the head wants one. `places`: places past the cached tokens that a block is written to, 0 when
+    it is written nowhere."""
 
     places: int
 
-    def __call__(self, seq_ids: Sequence[int], anchors: IntArray, inputs: Tensor) -> Blocks: ...
+    def __call__(
+        self, seq_ids: Sequence[int], anchors: IntArray, tokens: Sequence[int], features: Tensor | None
+    ) -> Blocks: ...
 
 
 def context_layers(head: SemiAutoregressiveHead, num_target_layers: int) -> tuple[int, ...]:
@@ -63,8 +66,11 @@ class TorchBlocks:
         self.rope = rope_tables(head.config, head.config.max_positions, device=cache.keys[0].device)
 
     @torch.no_grad()
-    def __call__(self, seq_ids: Sequence[int], anchors: IntArray, inputs: Tensor) -> Blocks:
+    def __call__(
+        self, seq_ids: Sequence[int], anchors: IntArray, tokens: Sequence[int], features: Tensor | None
+    ) -> Blocks:
         device = self.cache.keys[0].device
+        inputs = self.head.inputs(torch.tensor(tokens, device=device), features)
         at = torch.from_numpy(anchors).to(device).long()
         contexts = []
         for layer in self.layers:
@@ -115,18 +121,48 @@ class NativeBlocks:
             cache_layers=layers,
         )
         self.final = self.runner.num_layers
+        self.inputs = _Inputs(head)
 
-    def __call__(self, seq_ids: Sequence[int], anchors: IntArray, inputs: Tensor) -> Blocks:
+    @torch.no_grad()
+    def __call__(
+        self, seq_ids: Sequence[int], anchors: IntArray, tokens: Sequence[int], features: Tensor | None
+    ) -> Blocks:
         block, num_rows = self.block, self.places
         spans = [
             Span(seq_id=seq_id, start=int(anchor), tokens=[0] * num_rows, num_logits=block)
             for seq_id, anchor in zip(seq_ids, anchors)
         ]
         reach = np.repeat(anchors + np.int32(num_rows - 1), num_rows).astype(np.int32)
-        flat = inputs.reshape(-1, inputs.shape[-1]).float().contiguous()
+        flat = self.inputs(tokens, features)
         output = self.runner.forward(pack(spans, self.cache), self.cache, taps=(self.final,), inputs=flat, reach=reach)
         hidden = output.taps[0].view(len(spans), num_rows, -1)[:, -block:].contiguous()
         return output.logits.view(len(spans), block, -1), hidden
+
+
+class _Inputs:
+    """SemiAutoregressiveHead.inputs in float32 with as few operators as it takes: on a CPU each costs as much as a
+    hundredth of the pass, and more when others use the machine. What is returned is overwritten by the next call."""
+
+    def __init__(self, head: SemiAutoregressiveHead) -> None:
+        config = head.config
+        self.embed = head.embed_tokens.weight
+        self.project = head.feature_proj.weight.detach().float().T.contiguous() if config.anchor_feature else None
+        with torch.no_grad():
+            nothing = torch.zeros(1, config.hidden_size) if config.anchor_feature else None
+            self.like = head.inputs(torch.zeros(1, dtype=torch.long), nothing).float()
+        self.buffer = self.like
+
+    def __call__(self, tokens: Sequence[int], features: Tensor | None) -> Tensor:
+        """tokens (R), features (R, D) -> (R rows, D) float32."""
+        if len(tokens) > len(self.buffer):
+            self.buffer = self.like.repeat(len(tokens), 1, 1)
+        buffer = self.buffer[: len(tokens)]
+        first = self.embed[list(tokens)].float()
+        if self.project is not None:
+            assert features is not None
+            first = torch.addmm(first, features.float(), self.project)
+        buffer[:, 0] = first
+        return buffer.flatten(0, 1)
 
 
 def decoder_weights(head: SemiAutoregressiveHead, *, dtype: torch.dtype) -> DecoderWeights:

@@ -6,6 +6,7 @@ All choices are made from the history of the row and of the traffic, and from lo
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -20,6 +21,8 @@ DECAY = 0.9
 OVERALL_DECAY = 0.995
 PROBE_EVERY = 16
 LONGEST_PAUSE = 128
+PACE_RATE = 0.05
+LARGEST_RATIO = 5.0
 
 
 @dataclass
@@ -59,14 +62,44 @@ class Costs(Protocol):
         ...
 
 
+class _Pace:
+    """How much longer than the tables say the head and the rest of a step really take, as a running ratio.
+
+    Tables hold the fastest of a few tries; on a busy machine small operations grow more than large ones.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.clock = clock
+        self.head = self.target = 1.0
+        self.since: float | None = None
+
+    def start(self) -> None:
+        self.since = self.clock()
+
+    def drafted(self, expected: float) -> None:
+        """The head is done, which the tables put at so many seconds since `start`."""
+        self.head = self._moved(self.head, expected)
+
+    def stepped(self, expected: float) -> None:
+        """The step is done, which the tables put at so many seconds since the last `start`."""
+        self.target = self._moved(self.target, expected)
+
+    def _moved(self, ratio: float, expected: float) -> float:
+        since, self.since = self.since, None
+        if since is None or expected <= 0:
+            return ratio
+        return ratio + PACE_RATE * (min((self.clock() - since) / expected, LARGEST_RATIO) - ratio)
+
+
 class Portfolio:
     """A head that pays for its drafts, beside a lookup drafter that does not (or None).
 
     Each row gets what promises most tokens a second. With n rows in the step, E accepted and V verified drafts a step,
     the head brings 1 + E tokens for C(n (1 + V)) + d(n) seconds: E and V are the row's running means, shrunk towards
     those of all rows. The best prefix of the lookup's draft brings 1 + S_k for C(n (1 + k)), S_k the sum of its
-    calibrated survival; k = 0 is no draft at all. A row whose head rests is asked again after PROBE_EVERY steps, and
-    after twice as many each time that this was in vain.
+    calibrated survival; k = 0 is no draft at all. Where both drafted and begin alike, the lookup's draft may take the
+    head's place. A row whose head rests is asked again after PROBE_EVERY steps, and after twice as many each time that
+    this was in vain. Both costs follow the measured times of earlier steps.
     """
 
     def __init__(
@@ -76,14 +109,18 @@ class Portfolio:
         costs: Costs | None,
         lookup: Drafter | None = None,
         calibrated: Callable[[str, Sequence[float]], Sequence[float]] = lambda source, claims: claims,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`costs` None: drafts are free, for fixed lengths. `calibrated(source, survival)`: the survival that drafts
-        of that source have turned out to have."""
+        of that source have turned out to have. `clock`: seconds."""
         self.head = head
         self.lookup = lookup
         self.costs = costs
         self.calibrated = calibrated
+        self.pace = _Pace(clock)
         self.name = "auto" if lookup is not None else head.name
+        self.confirmed = f"{lookup.name if lookup is not None else ''}+{head.name}"
+        """Source of a lookup's drafts that begin as the head's."""
         self.taps = head.taps
         self.num_places = head.num_places
         self.rows: dict[int, _Row] = {}
@@ -103,21 +140,28 @@ class Portfolio:
         if self.lookup is not None:
             drafts = self.lookup.propose(rows, limits, floors=floors, masks=masks)
         num_greedy = sum(row.sampler is None or row.sampler.plain_greedy for row in rows)
-        head_seconds = self.costs.head(num_greedy, len(rows) - num_greedy) if self.costs else 0.0
+        head_seconds = self.pace.head * self._head_seconds(num_greedy, len(rows) - num_greedy)
         chosen = [
             i
             for i, (row, limit, draft) in enumerate(zip(rows, limits, drafts))
             if limit > 0 and self._head_pays(row.seq_id, draft, num_rows=len(rows), head_seconds=head_seconds)
         ]
         if chosen:
+            self.pace.start()
             proposals = self.head.propose([rows[i] for i in chosen], [limits[i] for i in chosen])
+            greedy = sum(rows[i].sampler is None or rows[i].sampler.plain_greedy for i in chosen)
+            self.pace.drafted(self._head_seconds(greedy, len(chosen) - greedy))
             for i, proposal in zip(chosen, proposals):
                 if proposal.tokens:
-                    drafts[i] = proposal
+                    drafts[i] = self._better(proposal, drafts[i])
                     self.rows[rows[i].seq_id].pending = True
+        self.pace.start()
         return drafts
 
     def observe(self, rows: Sequence[DraftRow], verdicts: Sequence[Verdict | None], taps: Taps | None = None) -> None:
+        decided = [verdict for verdict in verdicts if verdict is not None]
+        if self.costs and len(decided) == len(rows):  # prompt chunks are another matter
+            self.pace.stepped(self.costs.target(sum(1 + verdict.num_verified for verdict in decided)))
         for row, verdict in zip(rows, verdicts):
             state = self.rows.get(row.seq_id)
             if state is not None and state.pending and verdict is not None:
@@ -158,6 +202,18 @@ class Portfolio:
             return True
         return False
 
+    def _better(self, proposal: Draft, found: Draft) -> Draft:
+        """The head's draft, or the lookup's where both begin alike and that promises more: a match that the head
+        confirms goes on longer than a block. Deterministic drafts only: what was drawn must not decide what is kept."""
+        alike = 0
+        while alike < min(len(proposal.tokens), len(found.tokens)) and proposal.tokens[alike] == found.tokens[alike]:
+            alike += 1
+        if not alike or proposal.q is not None or found.q is not None:
+            return proposal
+        joined = Draft(tokens=found.tokens, source=self.confirmed, survival=_either(proposal, found, alike))
+        promises = [sum(self.calibrated(draft.source, draft.survival)) for draft in (proposal, joined)]
+        return joined if promises[1] > promises[0] else proposal
+
     def _lookup_rate(self, draft: Draft, num_rows: int) -> float:
         """Tokens a row and second with the best prefix of a lookup's draft."""
         best, expected = 1 / self._seconds(num_rows, 0), 1.0
@@ -167,5 +223,26 @@ class Portfolio:
         return best
 
     def _seconds(self, num_rows: int, drafts: float) -> float:
-        """Of a target pass with that many drafts a row."""
-        return self.costs.target(num_rows * (1 + drafts)) if self.costs else 1.0
+        """Of a step with that many drafts a row, but for the head."""
+        return self.pace.target * self.costs.target(num_rows * (1 + drafts)) if self.costs else 1.0
+
+    def _head_seconds(self, greedy: int, sampled: int) -> float:
+        return self.costs.head(greedy, sampled) if self.costs and greedy + sampled else 0.0
+
+
+def _either(one: Draft, other: Draft, alike: int) -> list[float]:
+    """Survival of `other`'s tokens, of which the first `alike` are those of `one` as well: a token that two drafters
+    say fails only where both do. What follows is as sure as `other` says."""
+    found, alive = [], 1.0
+    for j in range(len(other.tokens)):
+        conditional = _conditional(other, j)
+        if j < alike:
+            conditional = 1 - (1 - conditional) * (1 - _conditional(one, j))
+        alive *= conditional
+        found.append(alive)
+    return found
+
+
+def _conditional(draft: Draft, j: int) -> float:
+    before = draft.survival[j - 1] if j else 1.0
+    return min(1.0, draft.survival[j] / before) if before > 0 else 0.0

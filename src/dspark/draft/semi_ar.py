@@ -68,7 +68,8 @@ class SemiAutoregressiveDrafter:
         """Position and final state of the last cached token of each sequence."""
         self.device = cache.keys[0].device
         self.draft_ids = head.draft_ids.to(self.device)
-        self.padding: Tensor = self.draft_ids >= num_valid_tokens
+        padding = self.draft_ids >= num_valid_tokens
+        self.padding: Tensor | None = padding if bool(padding.any()) else None
         temperatures = head.config.confidence_temperatures or (1.0,) * head.config.block_size
         self.temperatures = np.array(temperatures, np.float32)
         self.rope = (
@@ -96,7 +97,7 @@ class SemiAutoregressiveDrafter:
         if not jobs:
             return drafts
         logits, hidden = self._run([job.row for job in jobs])
-        if bool(self.padding.any()):
+        if self.padding is not None:
             logits[..., self.padding] = -torch.inf
         greedy = [n for n, job in enumerate(jobs) if job.row.sampler is None or job.row.sampler.plain_greedy]
         if greedy:
@@ -136,13 +137,11 @@ class SemiAutoregressiveDrafter:
 
     @torch.no_grad()
     def _run(self, rows: Sequence[DraftRow]) -> tuple[Tensor, Tensor]:
-        tokens = torch.tensor([row.tokens[-1] for row in rows], device=self.device)
         features = None
         if self.head.config.anchor_feature:
             features = torch.stack([self.features[row.seq_id][1] for row in rows])
-        inputs = self.head.inputs(tokens, features)
         anchors = np.array([len(row.tokens) - 1 for row in rows], np.int32)
-        return self.blocks([row.seq_id for row in rows], anchors, inputs)
+        return self.blocks([row.seq_id for row in rows], anchors, [row.tokens[-1] for row in rows], features)
 
     @torch.no_grad()
     def _draft_greedily(

@@ -192,7 +192,7 @@ def _head_speculator(
         max_tokens=num_tokens,
         cost=costs.passes,
         draft_cost=costs.greedy,
-        block_source=drafter.name,
+        block_sources=(drafter.name, portfolio.confirmed),
         calibration=calibration,
     )
 

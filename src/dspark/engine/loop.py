@@ -32,8 +32,8 @@ class Speculator:
     """What speculation needs, in one place: who drafts, how long, and what a pass costs.
 
     `max_tokens`: the largest draft of any row and step. `cost` None: everything drafted is verified (policy "fixed",
-    and drafters that draft nothing). `draft_cost`: seconds of one draft pass by rows; drafts whose source is
-    `block_source` need one a step, others one a token.
+    and drafters that draft nothing). `draft_cost`: seconds of one draft pass by rows; drafts whose source is one of
+    `block_sources` need one a step, others one a token.
     """
 
     drafter: Drafter
@@ -41,7 +41,7 @@ class Speculator:
     max_tokens: int = 0
     cost: CostTable | None = None
     draft_cost: CostTable | None = None
-    block_source: str = ""
+    block_sources: tuple[str, ...] = ()
     calibration: Calibration = field(default_factory=Calibration)
 
 
@@ -200,8 +200,8 @@ class Engine:
         limits = [work.max_drafts for work in works if work.max_drafts]
         if table is None or not limits:
             return 0.0
-        if self.speculator.block_source:  # who drafts a row was chosen before anything was drawn
-            num_blocks = sum(bool(d.tokens) and d.source == self.speculator.block_source for d in drafts)
+        if blocks := self.speculator.block_sources:  # who drafts a row was chosen before anything was drawn
+            num_blocks = sum(bool(d.tokens) and d.source in blocks for d in drafts)
             return table.seconds(num_blocks) if num_blocks else 0.0
         return max(limits) * table.seconds(len(limits))
 
