@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from dspark.draft.base import DraftRow
@@ -116,6 +118,15 @@ def test_costs_follow_the_clock(slower, drafts):
     assert (len(head.asked) == 100) == drafts
 
 
+def test_steps_with_prompt_chunks_are_not_timed():
+    portfolio, *_ = make()
+    for num_tokens, ratio in ((4, 1.0), (500, 1.0)):
+        portfolio.propose([row(1)], [4])
+        portfolio.costs.now += 100 if num_tokens > 4 else 0
+        portfolio.observe([row(1)], [verdict(1)], SimpleNamespace(packed=SimpleNamespace(num_tokens=num_tokens)))
+        assert portfolio.pace.target == pytest.approx(ratio)
+
+
 def test_a_lookup_counts_with_the_survival_that_its_drafts_turned_out_to_have():
     believed, *_ = make(lookup=(0.9, 0.9))
     assert believed.propose([row(1)], [4])[0].source == "suffix"
@@ -155,8 +166,9 @@ def test_every_part_is_told_and_forgets():
     portfolio, head, lookup = make()
     assert (portfolio.taps, portfolio.num_places, portfolio.name) == ((3,), 5, "auto")
     portfolio.propose([row(1)], [3])
-    portfolio.observe([row(1)], [verdict(1)], "taps")
-    assert head.observed == [(1, "taps")] and lookup.observed == [(1, None)]
+    taps = SimpleNamespace(packed=SimpleNamespace(num_tokens=4))
+    portfolio.observe([row(1)], [verdict(1)], taps)
+    assert head.observed == [(1, taps)] and lookup.observed == [(1, None)]
     portfolio.forget(1)
     assert head.forgotten == lookup.forgotten == [1] and not portfolio.rows
     alone = Portfolio(head, costs=None)

@@ -159,9 +159,9 @@ class Portfolio:
         return drafts
 
     def observe(self, rows: Sequence[DraftRow], verdicts: Sequence[Verdict | None], taps: Taps | None = None) -> None:
-        decided = [verdict for verdict in verdicts if verdict is not None]
-        if self.costs and len(decided) == len(rows):  # prompt chunks are another matter
-            self.pace.stepped(self.costs.target(sum(1 + verdict.num_verified for verdict in decided)))
+        packed = sum(1 + verdict.num_verified for verdict in verdicts if verdict is not None)
+        if self.costs and packed and (taps is None or taps.packed.num_tokens == packed):  # no prompt chunks
+            self.pace.stepped(self.costs.target(packed))
         for row, verdict in zip(rows, verdicts):
             state = self.rows.get(row.seq_id)
             if state is not None and state.pending and verdict is not None:
