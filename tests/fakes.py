@@ -135,7 +135,10 @@ def make_engine(
             head, cache, runner, num_valid_tokens=runner.vocab_size, quantization=None, threads=None
         )
     if speculator is None:
-        speculator = Speculator(drafter=drafter or NoDrafter(), policy=FixedLength(max_drafts), max_tokens=max_drafts)
+        policies = {"fixed": FixedLength(max_drafts)}
+        speculator = Speculator(
+            drafter=drafter or NoDrafter(), policies=policies, policy="fixed", max_tokens=max_drafts
+        )
     return Engine(
         runner,
         cache,

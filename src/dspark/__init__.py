@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from dspark.config import EngineConfig, SpeculationConfig
     from dspark.engine.aio import AsyncLLM
     from dspark.engine.llm import LLM
-    from dspark.params import SamplingParams
+    from dspark.params import RequestSpeculation, SamplingParams
     from dspark.types import CompletionOutput, RequestOutput, SpeculationRecord
 
 __version__ = "0.1.0.dev0"
@@ -20,6 +20,7 @@ __all__ = [
     "CompletionOutput",
     "EngineConfig",
     "RequestOutput",
+    "RequestSpeculation",
     "SamplingParams",
     "SpeculationConfig",
     "SpeculationRecord",
@@ -35,6 +36,7 @@ def _home(name: str) -> str | None:
         "CompletionOutput": "dspark.types",
         "EngineConfig": "dspark.config",
         "RequestOutput": "dspark.types",
+        "RequestSpeculation": "dspark.params",
         "SamplingParams": "dspark.params",
         "SpeculationConfig": "dspark.config",
         "SpeculationRecord": "dspark.types",

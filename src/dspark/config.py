@@ -17,7 +17,7 @@ else:
 LOOKUP_METHODS = ("ngram", "suffix")
 HEAD_METHODS = ("dspark", "auto")
 METHODS = ("none", *LOOKUP_METHODS, "model", *HEAD_METHODS)
-POLICIES = ("adaptive", "fixed")
+POLICIES = ("adaptive", "fixed", "confidence", "heuristic", "shadow")
 
 
 def _choice(name: str, value: object, choices: Sequence[object]) -> None:
@@ -34,10 +34,13 @@ def _at_least(name: str, value: object, least: int) -> None:
 class SpeculationConfig:
     """Which drafter, and how long its drafts may be. Key names are vLLM's where the meaning is the same.
 
-    `num_speculative_tokens` is the largest draft of a step; `policy` "fixed" always drafts and verifies that many,
-    "adaptive" as many as pay by the measured cost of a pass (docs/architecture.md, plan). `quantization` is the draft
-    model's or head's. Methods "dspark" and "auto" take the head that comes with dspark for the target, or the one in
-    the folder `model`; "auto" looks suffixes up beside it. `prompt_lookup_max/min` are the n-gram sizes of `ngram`;
+    `num_speculative_tokens` is the largest draft of a step; `policy` "adaptive" drafts and verifies as many as pay by
+    the measured cost of a pass, "fixed" always that many, "confidence" until all being accepted is less likely than
+    `confidence_threshold`, "heuristic" two more after a whole draft was accepted and one fewer after any other, and
+    "shadow" drafts and verifies nothing, to record what drafts would be worth (docs/tuning.md). `history`: a file saved
+    by LLM.save_history, from which acceptance is known at the start. `quantization` is the draft model's or head's.
+    Methods "dspark" and "auto" take the head that comes with dspark for the target, or the one in the folder `model`;
+    "auto" looks suffixes up beside it. `prompt_lookup_max/min` are the n-gram sizes of `ngram`;
     `suffix_max_cached_tokens` bounds the memory of finished answers of `suffix`.
     """
 
@@ -45,6 +48,8 @@ class SpeculationConfig:
     model: str | None = None
     num_speculative_tokens: int = 8
     policy: str = "adaptive"
+    confidence_threshold: float = 0.4
+    history: str | None = None
     quantization: str | None = None
     prompt_lookup_max: int = 4
     prompt_lookup_min: int = 2
@@ -55,6 +60,9 @@ class SpeculationConfig:
         _choice("policy", self.policy, POLICIES)
         _choice("quantization", self.quantization, (None, "int8", "int4"))
         _at_least("num_speculative_tokens", self.num_speculative_tokens, 0)
+        threshold = self.confidence_threshold
+        if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not 0 <= threshold <= 1:
+            raise ValueError(f"confidence_threshold={threshold!r} is not usable: give a probability, 0 to 1")
         _at_least("prompt_lookup_min", self.prompt_lookup_min, 1)
         _at_least("prompt_lookup_max", self.prompt_lookup_max, self.prompt_lookup_min)
         _at_least("suffix_max_cached_tokens", self.suffix_max_cached_tokens, 0)

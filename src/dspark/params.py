@@ -11,6 +11,7 @@ MAX_ANSWERS = 128
 MAX_NUMBER = 10**6
 MIN_REPETITION_PENALTY = 1e-3
 MAX_STOP_STRINGS = 64
+MAX_TASK_LENGTH = 128
 
 
 def _fail(name: str, value: object, cure: str) -> None:
@@ -28,6 +29,46 @@ def _integer(name: str, value: object, *, least: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         _fail(name, value, f"give a whole number of at least {least}")
     return int(value)  # type: ignore[call-overload]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestSpeculation:
+    """How one request is sped up; its answer is the same with any of it.
+
+    `enabled` False decodes plainly. `max_tokens`: longest draft of a step, below the engine's own bound. `task`: any
+    word that tells requests of a kind, such as a tenant's name: acceptance is learned by it, instead of by likeness of
+    prompts. `policy`: another than the engine's (docs/tuning.md); a name that the engine does not have is refused when
+    the request is made.
+    """
+
+    enabled: bool = True
+    max_tokens: int | None = None
+    task: str | None = None
+    policy: str | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.enabled, bool):
+            _fail("speculation.enabled", self.enabled, "give true or false")
+        if self.max_tokens is not None:
+            _integer("speculation.max_tokens", self.max_tokens, least=0)
+        for name, value in (("task", self.task), ("policy", self.policy)):
+            if value is not None and not (isinstance(value, str) and 0 < len(value) <= MAX_TASK_LENGTH):
+                _fail(f"speculation.{name}", value, f"give a word of at most {MAX_TASK_LENGTH} characters")
+
+    @classmethod
+    def read(cls, value: object) -> RequestSpeculation:
+        """From true, false, a mapping of its fields, or itself. Unknown keys are an error that names them."""
+        if isinstance(value, cls):
+            return value
+        if isinstance(value, bool):
+            return cls(enabled=value)
+        if not isinstance(value, Mapping):
+            _fail("speculation", value, "give true, false or a table such as {'max_tokens': 4, 'task': 'chat'}")
+        assert isinstance(value, Mapping)
+        known = {f.name for f in fields(cls)}
+        if unknown := sorted(set(value) - known):
+            raise ValueError(f"unknown keys {unknown} in speculation: known are {sorted(known)}")
+        return cls(**value)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,9 +105,11 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
-    speculation: bool = True
+    speculation: bool | Mapping[str, object] | RequestSpeculation = True
+    """False switches it off; a table of the fields of RequestSpeculation says more. Read it with `control`."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "speculation", RequestSpeculation.read(self.speculation))
         self._check_counts()
         self._check_shape_of_distribution()
         self._check_ends()
@@ -120,6 +163,12 @@ class SamplingParams:
         object.__setattr__(self, "bad_words", tuple(self.bad_words))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+
+    @property
+    def control(self) -> RequestSpeculation:
+        """How this request is sped up."""
+        assert isinstance(self.speculation, RequestSpeculation)
+        return self.speculation
 
     @property
     def greedy(self) -> bool:

@@ -140,7 +140,8 @@ class Sequence:
     """One running answer: the mutable state of a request (of one of its n samples) inside the engine.
 
     `tokens` = prompt + everything emitted. `num_cached` = how many of them have keys and values in the target's cache;
-    the rest is pending. Only engine/loop.commit appends to `tokens`.
+    the rest is pending. Only engine/loop.commit appends to `tokens`. `prompt_class`: what acceptance is learned by
+    (plan/history).
     """
 
     id: int
@@ -148,6 +149,7 @@ class Sequence:
     index: int
     tokens: list[int]
     num_prompt: int
+    prompt_class: str = ""
     num_cached: int = 0
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -196,6 +198,30 @@ class StepStats:
     num_emitted: int = 0
     num_preempted: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowStep:
+    """What was decided for one sequence in one step, and how it ended: for `dspark generate --explain` and profiles.
+
+    `position`: tokens of the answer before the step. `limit`: drafts that the policy allowed, `claims` the survivals
+    that the drafter named for the `tokens` it drafted, `survival` what these were judged to be worth. The first
+    `verified` of them were looked at, `accepted` of these held, `emitted` tokens came out. `packed`: rows of the target
+    pass, of all sequences together.
+    """
+
+    seq: Sequence
+    policy: str
+    position: int
+    source: str
+    limit: int
+    tokens: list[int]
+    claims: list[float]
+    survival: list[float]
+    verified: int
+    accepted: int
+    emitted: int
+    packed: int
 
 
 @dataclass(kw_only=True)

@@ -12,6 +12,7 @@ import transformers
 from dspark import LLM, AsyncLLM, SamplingParams
 from dspark.config import SpeculationConfig
 from dspark.heads.checkpoint import save_head
+from dspark.plan.length import FixedLength
 from tests.tiny_folder import tiny_folder
 from tests.tiny_heads import tiny_head
 
@@ -35,7 +36,7 @@ def answers(plain):
 
 
 @pytest.mark.parametrize("method", ("none", "ngram", "suffix", "model"))
-@pytest.mark.parametrize("policy", ("adaptive", "fixed"))
+@pytest.mark.parametrize("policy", ("adaptive", "fixed", "confidence", "heuristic", "shadow"))
 def test_every_drafter_gives_the_same_text(plain, folder, answers, method, policy):
     model = folder if method == "model" else None
     llm = plain.variant(speculation=SpeculationConfig(method=method, model=model, policy=policy))
@@ -113,6 +114,38 @@ def test_speculation_off_for_one_request(plain, folder):
     on, off = llm.generate([PROMPTS[0]] * 2, [GREEDY, SamplingParams(temperature=0, max_tokens=24, speculation=False)])
     assert on.outputs[0].token_ids == off.outputs[0].token_ids
     assert on.outputs[0].speculation.num_drafted > 0 == off.outputs[0].speculation.num_drafted
+
+
+def test_policies_by_request_and_of_ones_own(plain, answers):
+    llm = plain.variant(speculation=SpeculationConfig(method="suffix", policy="fixed"))
+
+    class OneToken(FixedLength):
+        def __init__(self):
+            super().__init__(1)
+
+    llm.add_policy("one", OneToken())
+    with pytest.raises(ValueError, match="there is a policy 'one'"):
+        llm.add_policy("one", OneToken())
+    controls = [{"policy": "one"}, {"policy": "heuristic"}, {"policy": "confidence", "max_tokens": 3}]
+    params = [SamplingParams(temperature=0, max_tokens=24, speculation=control) for control in controls]
+    outputs = [out.outputs[0] for out in llm.generate(PROMPTS, params)]
+    assert [o.token_ids for o in outputs] == [o.token_ids for o in answers]
+    assert len(outputs[0].speculation.accepted_at) <= 1 and len(outputs[2].speculation.accepted_at) <= 3
+    for policy, message in (("lucky", "not known here"), ("adaptive", "measures costs")):
+        with pytest.raises(ValueError, match=message):
+            llm.generate(PROMPTS[0], SamplingParams(speculation={"policy": policy}))
+
+
+def test_history_is_saved_and_loaded(plain, answers, tmp_path):
+    path = tmp_path / "history.json"
+    llm = plain.variant(speculation=SpeculationConfig(method="suffix"))
+    llm.generate(PROMPTS, [SamplingParams(temperature=0, max_tokens=24, speculation={"task": "t"})] * 3)
+    llm.save_history(path)
+    again = plain.variant(speculation=SpeculationConfig(method="suffix", history=str(path)))
+    assert again.engine.speculator.history.as_dict() == llm.engine.speculator.history.as_dict()
+    assert [out.outputs[0].token_ids for out in again.generate(PROMPTS, GREEDY)] == [o.token_ids for o in answers]
+    with pytest.raises(ValueError, match="no such file"):
+        plain.variant(speculation=SpeculationConfig(method="suffix", history=str(tmp_path / "absent.json")))
 
 
 def test_drafts_of_another_vocabulary_are_refused(plain, tmp_path_factory):

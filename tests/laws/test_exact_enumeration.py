@@ -12,6 +12,10 @@ from fractions import Fraction
 import pytest
 import torch
 
+from dspark.plan import history as plan_history
+from dspark.plan.budget import choose
+from dspark.plan.cost import CostTable
+from dspark.plan.length import Features, PolicyInputs, build_policies
 from dspark.types import Draft, Verdict
 from dspark.verify.rejection import accept, accept_greedy
 
@@ -254,6 +258,65 @@ def test_rounds_under_a_policy_with_a_memory(vocab: int, length: int, policy: st
     target, draft_law = random_law(("p", policy), vocab=vocab), random_law(("q", policy), vocab=vocab)
     law = every_run(lambda chance: rounds(target, draft_law, POLICIES[policy], chance, length=length))
     assert law == text_law(target, vocab=vocab, length=length)
+
+
+Claim = Callable[[torch.Tensor, int], float]
+"""(the draft's law at a position, the token drawn from it) -> conditional confidence."""
+
+
+def largest(law: torch.Tensor, token: int) -> float:
+    """What dspark's drafters claim: known before the token is drawn."""
+    return float(law.max())
+
+
+def of_the_token(law: torch.Tensor, token: int) -> float:
+    """The anticipating variant: known only after."""
+    return float(law[token])
+
+
+def planned_rounds(
+    target: Law, draft_law: Law, policy_name: str, chance: Branches, *, length: int, claim: Claim = largest
+) -> Tokens:
+    """Several rounds under a policy of dspark's, with its memory: limit, draft, judge, keep, verify, learn."""
+    history = plan_history.History()
+    history.begin(0)
+    cost = CostTable([(1, 1.0), (2, 1.15), (3, 1.9)])
+    foresee = lambda seq_id, k: history.acceptance.foresee(seq_id, "x", k)  # noqa: E731
+    inputs = PolicyInputs(max_tokens=2, threshold=0.6, foresee=foresee, cost=cost, draft_cost=CostTable([(1, 0.05)]))
+    policy = build_policies(inputs)[policy_name]
+    text: Tokens = ()
+    while len(text) < length:
+        limit = policy.limit(Features(seq_id=0, num_rows=1, step=0)).max_tokens
+        draft = sampled_draft(draft_law, text, limit, chance)
+        draft.survival = list(
+            itertools.accumulate((claim(draft.q[j], token) for j, token in enumerate(draft.tokens)), lambda a, b: a * b)
+        )
+        survival = history.acceptance.survival(0, "x", draft.survival)
+        keep = policy.keep(survival)
+        draft = draft.prefix(choose([survival], cost.seconds, 8)[0] if keep is None else keep)
+        decision = verdict(target, text, draft, chance)
+        counts = {"num_verified": len(draft.tokens), "num_accepted": decision.num_accepted}
+        policy.update(0, **counts)
+        history.acceptance.update(0, "x", draft.survival, **counts)
+        text = (*text, *decision.tokens)
+    return text[:length]
+
+
+@pytest.mark.parametrize("policy", ("fixed", "confidence", "heuristic", "adaptive"))
+@pytest.mark.parametrize("seed", range(3))
+def test_every_policy_is_lossless_with_sampled_drafts(policy: str, seed: int) -> None:
+    target, draft_law = random_law(("p", seed), vocab=2), random_law(("q", seed), vocab=2)
+    law = every_run(lambda chance: planned_rounds(target, draft_law, policy, chance, length=4))
+    assert law == text_law(target, vocab=2, length=4)
+
+
+@pytest.mark.parametrize("policy", ("confidence", "adaptive"))
+def test_claims_that_have_seen_their_token_are_caught_by_the_same_test(policy: str) -> None:
+    target, draft_law = constant([11, 5]), constant([12, 4])
+    run = lambda chance: planned_rounds(target, draft_law, policy, chance, length=3, claim=of_the_token)  # noqa: E731
+    assert every_run(run) != text_law(target, vocab=2, length=3)
+    honest = every_run(lambda chance: planned_rounds(target, draft_law, policy, chance, length=3))
+    assert honest == text_law(target, vocab=2, length=3)
 
 
 def skewed(_: Tokens) -> list[int]:

@@ -1,4 +1,4 @@
-"""Plans against brute force: cost tables, budgets, calibration, lengths."""
+"""Plans against brute force: cost tables, budgets, lengths."""
 
 from __future__ import annotations
 
@@ -9,10 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dspark.config import POLICIES
 from dspark.plan.budget import choose
 from dspark.plan.cost import CostTable, profile
-from dspark.plan.history import Calibration
-from dspark.plan.length import AdaptiveLength, Features, FixedLength
+from dspark.plan.length import (
+    FIRST_HEURISTIC,
+    PROBE_EVERY,
+    PROBE_SHARE,
+    AdaptiveLength,
+    Features,
+    Limit,
+    PolicyInputs,
+    build_policies,
+)
 
 FLAT = CostTable([(1, 1.0), (64, 1.0)])
 LINEAR = CostTable([(1, 1.0), (64, 64.0)])
@@ -62,42 +71,96 @@ def test_search_is_the_best_of_all_prefix_vectors(survivals, seed):
     assert rate(stopped) >= rate([0] * len(survivals)) - 1e-12
 
 
-def test_calibration_believes_then_judges():
-    table = Calibration()
-    assert table.survival("x", [0.9, 0.45]) == pytest.approx([0.9, 0.45])
-    for _ in range(400):
-        table.update("x", [0.9, 0.45], num_verified=2, num_accepted=0)
-    first, second = table.survival("x", [0.9, 0.45])
-    assert first < 0.1 and second == pytest.approx(first * 0.5)  # draft 1 was never reached: nothing learned
-    assert table.survival("other", [0.9]) == [0.9]
+def test_choose_counts_what_rows_that_are_not_for_choice_bring():
+    """A draft of 0.5 is worth a pass 1.4 times as long to a row alone, not beside a row that brings nine tokens."""
+    cost = lambda rows: {1: 1.0, 2: 1.4, 10: 2.0, 11: 2.4}[rows]  # noqa: E731
+    assert choose([[0.5]], cost, 8) == [1]
+    assert choose([[0.5]], cost, 8, other_rows=9, other_tokens=9.0) == [0]
 
 
-def test_adaptive_length_follows_acceptance_and_comes_back():
-    policy = AdaptiveLength(8, target_cost=FLAT, draft_cost=CostTable([(1, 0.3)]))
-    features = Features(seq_id=1, num_rows=1, step=0)
-    for _ in range(60):
-        policy.update(1, num_verified=4, num_accepted=4)
-    long = policy.limit(features)
-    for _ in range(60):
-        policy.update(1, num_verified=4, num_accepted=0)
-    limits = [policy.limit(Features(seq_id=1, num_rows=1, step=step)).max_tokens for step in range(64)]
+def features(seq_id=1, *, num_rows=1, step=0):
+    return Features(seq_id=seq_id, num_rows=num_rows, step=step)
+
+
+def adaptive(acceptance, *, max_tokens=8, draft=0.3, target=FLAT):
+    """Every draft is foreseen to hold with the same conditional probability."""
+    return AdaptiveLength(
+        max_tokens=max_tokens,
+        target_cost=target,
+        foresee=lambda seq_id, k: [acceptance(seq_id) ** (j + 1) for j in range(k)],
+        draft_cost=None if draft is None else CostTable([(1, draft)]),
+    )
+
+
+def test_adaptive_length_follows_what_is_foreseen():
+    policy = adaptive({1: 0.95, 2: 0.1}.__getitem__)
+    long = policy.limit(features(1))
     assert long.max_tokens >= 5 and 0 < long.floor < 1
-    assert sum(limits) <= 8 and max(limits) == 1, "switched off, with cheap re-tries"
-    assert policy.limit(Features(seq_id=2, num_rows=1, step=0)).max_tokens >= 0
-    policy.forget(1)
-    assert 1 not in policy.by_row
+    assert policy.limit(features(2)).max_tokens == 0
+    assert policy.limit(features(2)).thrifty and policy.keep([0.9]) is None
 
 
-def test_adaptive_length_matches_leviathan():
+@pytest.mark.parametrize("acceptance", (0.5, 0.8, 0.9))
+def test_adaptive_length_matches_leviathan(acceptance):
     """With acceptance a and costs of 1 and c, the best k maximises (1 - a^(k+1)) / ((1 - a) (1 + c k))."""
-    policy = AdaptiveLength(20, target_cost=FLAT, draft_cost=CostTable([(1, 0.1)]))
-    policy.overall = [0.8 * 1e9, 1e9]
-    best = max(range(21), key=lambda k: (1 - 0.8 ** (k + 1)) / (0.2 * (1 + 0.1 * k)))
-    assert policy.limit(Features(seq_id=0, num_rows=1, step=0)).max_tokens == best + 2
+    policy = adaptive(lambda seq_id: acceptance, max_tokens=40, draft=0.1)
+    best = max(range(41), key=lambda k: (1 - acceptance ** (k + 1)) / ((1 - acceptance) * (1 + 0.1 * k)))
+    assert policy.limit(features()).max_tokens == best + 2
+
+
+@pytest.mark.parametrize(("draft", "pause"), ((None, PROBE_EVERY), (0.01, PROBE_EVERY), (0.3, 0.3 / PROBE_SHARE)))
+def test_a_row_without_drafts_is_tried_again_for_a_small_share_of_the_time(draft, pause):
+    policy = adaptive(lambda seq_id: 0.005, draft=draft)
+    tried = []
+    for step in range(1000):
+        limit = policy.limit(features(step=step))
+        assert limit.max_tokens == (limit.least if draft else 8)
+        policy.update(1, num_verified=limit.least, num_accepted=0)
+        tried += [step] if limit.least else []
+    pauses = [b - a - 1 for a, b in itertools.pairwise([-1, *tried])]
+    assert pauses == pytest.approx([pause] * len(pauses), abs=1) and pauses
+    policy.forget(1)
+    assert 1 not in policy.idle
+
+
+def policies(**settings):
+    given = {"max_tokens": 8, "threshold": 0.4, "foresee": lambda seq_id, k: [0.5] * k} | settings
+    return build_policies(PolicyInputs(**given))
+
+
+def test_adaptive_needs_costs_and_the_others_do_not():
+    assert set(policies()) == set(POLICIES) - {"adaptive"}
+    assert set(policies(cost=FLAT)) == set(POLICIES)
 
 
 def test_fixed_length():
-    policy = FixedLength(5)
+    policy = policies(max_tokens=5)["fixed"]
     policy.update(0, num_verified=5, num_accepted=0)
     policy.forget(0)
-    assert policy.limit(Features(seq_id=0, num_rows=9, step=3)).max_tokens == 5
+    assert policy.limit(features(num_rows=9, step=3)) == Limit(max_tokens=5)
+    assert policy.keep([0.1, 0.0]) == 2
+    shadow = policies(max_tokens=5)["shadow"]
+    assert shadow.limit(features()) == Limit(max_tokens=5) and shadow.keep([0.9]) == 0
+
+
+@given(falling)
+def test_confidence_keeps_what_is_above_the_threshold(survival):
+    policy = policies()["confidence"]
+    assert policy.limit(features()) == Limit(max_tokens=8, floor=0.4)
+    assert policy.keep(survival) == sum(alive >= 0.4 for alive in survival)
+    assert policies(threshold=0.0)["confidence"].keep(survival) == len(survival)
+
+
+def test_heuristic_length_is_the_rule_of_transformers():
+    policy = policies()["heuristic"]
+    lengths = []
+    for accepted in (1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0):
+        length = policy.limit(features()).max_tokens
+        lengths.append(length)
+        policy.update(1, num_verified=length, num_accepted=length if accepted else 0)
+    assert lengths == [5, 7, 8, 7, 6, 5, 4, 3, 2, 1, 1, 1] and FIRST_HEURISTIC == 5
+    policy.update(1, num_verified=0, num_accepted=0)
+    assert policy.limit(features()).max_tokens == 1, "a step without drafts says nothing"
+    policy.forget(1)
+    assert policy.limit(features()).max_tokens == 5
+    assert policies(max_tokens=3)["heuristic"].limit(features()).max_tokens == 3

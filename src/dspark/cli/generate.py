@@ -33,6 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--repeat", type=int, default=3, metavar="N", help="measured runs of each side with --compare")
     parser.add_argument("--stats", action="store_true", help="figures on stderr after the answer")
+    parser.add_argument(
+        "--explain", action="store_true", help="a line on stderr for each step: what was drafted and why"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
     options.add_engine_arguments(parser)
     options.add_speculation_arguments(parser)
@@ -44,15 +47,23 @@ def run(args: argparse.Namespace) -> int:
     params = options.read_params(args)
     config = options.read_config(args)
     ask = Question(text=read_prompt(args), system=args.system, raw=args.raw)
+    if args.compare and args.explain:
+        raise ValueError("--explain tells of one run and --compare makes several: leave one of them out")
     if args.compare:
         from dspark.cli import compare
 
         return compare.run(ask, params=params, config=config, model=args.model, repeat=args.repeat, as_json=args.json)
     llm = load(args.model, config=config)
-    printer = None if args.json or params.n > 1 else StreamPrinter()
+    if args.explain:
+        from dspark.cli.explain import Explainer
+
+        llm.add_row_sink(Explainer(sys.stderr))
+    printer = None if args.json or args.explain or params.n > 1 else StreamPrinter()
     output = ask.put(llm, params=params, on_output=printer)
     if args.json:
         print(json.dumps(describe(output, ask=ask, llm=llm), ensure_ascii=False))
+    elif printer is None and params.n == 1:
+        print(output.outputs[0].text)
     elif printer is None:
         for completion in output.outputs:
             print(f"[{completion.index + 1}]\n{completion.text}")

@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from dspark.config import Config, SpeculationConfig, load_config, speculation_config
+from dspark.config import POLICIES, Config, SpeculationConfig, load_config, speculation_config
 from dspark.params import SamplingParams
 
 DEFAULT_MODEL = "smollm2-135m"
@@ -58,6 +58,12 @@ def add_speculation_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--num-speculative-tokens", type=int, metavar="K", help="longest draft of a step (policy adaptive may use less)"
     )
+    group.add_argument(
+        "--policy",
+        choices=POLICIES,
+        help="how long drafts are (default: adaptive, or what --config says; see docs/tuning.md)",
+    )
+    group.add_argument("--task", metavar="NAME", help="the kind of request: acceptance is learned by it")
     group.add_argument(
         "--speculative-config",
         metavar="JSON",
@@ -115,7 +121,10 @@ def read_params(args: argparse.Namespace) -> SamplingParams:
         value = getattr(args, "stop_token_id" if name == "stop_token_ids" else name, None)
         if value is not None:
             values[name] = value
-    return SamplingParams.from_dict(values)
+    params = SamplingParams.from_dict(values)
+    if getattr(args, "task", None) is not None:
+        params = dataclasses.replace(params, speculation=dataclasses.replace(params.control, task=args.task))
+    return params
 
 
 def parse_json_object(text: str, *, option: str) -> Mapping[str, Any]:
@@ -139,6 +148,8 @@ def _speculation(args: argparse.Namespace, base: SpeculationConfig) -> Speculati
     elif args.draft is not None:
         named = SpeculationConfig.from_draft(args.draft)
         base = dataclasses.replace(base, method=named.method, model=named.model)
+    if args.policy is not None:
+        base = dataclasses.replace(base, policy=args.policy)
     if args.num_speculative_tokens is not None:
         base = dataclasses.replace(base, num_speculative_tokens=args.num_speculative_tokens)
     return base

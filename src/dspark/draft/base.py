@@ -31,7 +31,8 @@ class DraftRow:
     `tokens`: prompt and everything emitted, never to be changed, longer at each call for the same `seq_id` (after a
     preemption too). `num_prompt` of them are the prompt; `num_cached` have keys and values in the target's cache.
     `sampler`: the processors and the noise of the request (see
-    dspark.sampling.RowSampler), used by drafters that sample; lookup drafters ignore it.
+    dspark.sampling.RowSampler), used by drafters that sample; lookup drafters ignore it. `thrifty`: the row may go
+    without a draft where one does not pay; else it wants one whatever it costs.
     """
 
     seq_id: int
@@ -40,6 +41,7 @@ class DraftRow:
     params: SamplingParams
     num_cached: int = 0
     sampler: Any = None
+    thrifty: bool = True
 
 
 class Drafter(Protocol):

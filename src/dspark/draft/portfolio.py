@@ -8,46 +8,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from dspark.draft.base import Drafter, DraftRow, Taps
 from dspark.types import Draft, Verdict
 
-FIRST_GUESS = 1.0
-"""Accepted drafts of the head a step, before anything is known; three times as many verified."""
-PRIOR_WEIGHT = 4.0
-DECAY = 0.9
-OVERALL_DECAY = 0.995
 PROBE_EVERY = 16
-LONGEST_PAUSE = 128
+PROBE_SHARE = 0.005
+"""Of the time of a row whose head rests, what may go into asking it again."""
 PACE_RATE = 0.05
 LARGEST_RATIO = 5.0
-
-
-@dataclass
-class _Record:
-    """Decayed sums over steps that the head drafted: drafts accepted, drafts verified, steps."""
-
-    accepted: float = 0.0
-    verified: float = 0.0
-    steps: float = 0.0
-
-    def add(self, verdict: Verdict, *, decay: float) -> None:
-        self.accepted = self.accepted * decay + verdict.num_accepted
-        self.verified = self.verified * decay + verdict.num_verified
-        self.steps = self.steps * decay + 1
-
-
-@dataclass
-class _Row:
-    """What the head brought this row; steps since it was last asked, and after how many it is asked again; whether the
-    draft now being verified is the head's."""
-
-    record: _Record = field(default_factory=_Record)
-    idle: int = 0
-    pause: int = PROBE_EVERY
-    pending: bool = False
 
 
 class Costs(Protocol):
@@ -95,11 +65,11 @@ class Portfolio:
     """A head that pays for its drafts, beside a lookup drafter that does not (or None).
 
     Each row gets what promises most tokens a second. With n rows in the step, E accepted and V verified drafts a step,
-    the head brings 1 + E tokens for C(n (1 + V)) + d(n) seconds: E and V are the row's running means, shrunk towards
-    those of all rows. The best prefix of the lookup's draft brings 1 + S_k for C(n (1 + k)), S_k the sum of its
-    calibrated survival; k = 0 is no draft at all. Where both drafted and begin alike, the lookup's draft may take the
-    head's place. A row whose head rests is asked again after PROBE_EVERY steps, and after twice as many each time that
-    this was in vain. Both costs follow the measured times of earlier steps.
+    the head brings 1 + E tokens for C(n (1 + V)) + d(n) seconds: E and V are what it brought in earlier steps of the
+    row and of its like. The best prefix of the lookup's draft brings 1 + S_k for C(n (1 + k)), S_k the sum of its
+    survival as judged; k = 0 is no draft at all. Where both drafted and begin alike, the lookup's draft may take the
+    head's place. A row whose head rests is asked again after PROBE_EVERY steps, or as many more as make that
+    PROBE_SHARE of their time. Both costs follow the measured times of earlier steps.
     """
 
     def __init__(
@@ -107,26 +77,27 @@ class Portfolio:
         head: Drafter,
         *,
         costs: Costs | None,
+        expected: Callable[[int], tuple[float, float]] = lambda seq_id: (0.0, 0.0),
         lookup: Drafter | None = None,
-        calibrated: Callable[[str, Sequence[float]], Sequence[float]] = lambda source, claims: claims,
+        survival: Callable[[int, str, Sequence[float]], Sequence[float]] = lambda seq_id, source, claims: claims,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`costs` None: drafts are free, for fixed lengths. `calibrated(source, survival)`: the survival that drafts
-        of that source have turned out to have. `clock`: seconds."""
+        """`costs` None: drafts are free, for fixed lengths. `expected(seq_id)`: drafts of the head that will be
+        accepted, and verified, in the row's next step. `survival(seq_id, source, claims)`: what these claims are worth,
+        by what drafts of that source have turned out to be. `clock`: seconds."""
         self.head = head
         self.lookup = lookup
         self.costs = costs
-        self.calibrated = calibrated
+        self.expected = expected
+        self.survival = survival
         self.pace = _Pace(clock)
         self.name = "auto" if lookup is not None else head.name
         self.confirmed = f"{lookup.name if lookup is not None else ''}+{head.name}"
         """Source of a lookup's drafts that begin as the head's."""
         self.taps = head.taps
         self.num_places = head.num_places
-        self.rows: dict[int, _Row] = {}
-        self.overall = _Record(
-            accepted=FIRST_GUESS * PRIOR_WEIGHT, verified=3 * FIRST_GUESS * PRIOR_WEIGHT, steps=PRIOR_WEIGHT
-        )
+        self.idle: dict[int, int] = {}
+        """Steps since the head was last asked for a row."""
 
     def propose(
         self,
@@ -144,7 +115,7 @@ class Portfolio:
         chosen = [
             i
             for i, (row, limit, draft) in enumerate(zip(rows, limits, drafts))
-            if limit > 0 and self._head_pays(row.seq_id, draft, num_rows=len(rows), head_seconds=head_seconds)
+            if limit > 0 and self._head_pays(row, draft, num_rows=len(rows), head_seconds=head_seconds)
         ]
         if chosen:
             self.pace.start()
@@ -153,8 +124,7 @@ class Portfolio:
             self.pace.drafted(self._head_seconds(greedy, len(chosen) - greedy))
             for i, proposal in zip(chosen, proposals):
                 if proposal.tokens:
-                    drafts[i] = self._better(proposal, drafts[i])
-                    self.rows[rows[i].seq_id].pending = True
+                    drafts[i] = self._better(rows[i].seq_id, proposal, drafts[i])
         self.pace.start()
         return drafts
 
@@ -162,47 +132,30 @@ class Portfolio:
         packed = sum(1 + verdict.num_verified for verdict in verdicts if verdict is not None)
         if self.costs and packed and (taps is None or taps.packed.num_tokens == packed):  # no prompt chunks
             self.pace.stepped(self.costs.target(packed))
-        for row, verdict in zip(rows, verdicts):
-            state = self.rows.get(row.seq_id)
-            if state is not None and state.pending and verdict is not None:
-                state.pending = False
-                state.record.add(verdict, decay=DECAY)
-                self.overall.add(verdict, decay=OVERALL_DECAY)
         self.head.observe(rows, verdicts, taps)
         if self.lookup is not None:
             self.lookup.observe(rows, verdicts)
 
     def forget(self, seq_id: int) -> None:
-        self.rows.pop(seq_id, None)
+        self.idle.pop(seq_id, None)
         self.head.forget(seq_id)
         if self.lookup is not None:
             self.lookup.forget(seq_id)
 
-    def expected(self, seq_id: int) -> tuple[float, float]:
-        """Drafts of the head that are accepted, and verified, in the row's next step."""
-        record = self.rows[seq_id].record if seq_id in self.rows else _Record()
-        steps = record.steps + PRIOR_WEIGHT
-
-        def mean(of_row: float, of_all: float) -> float:
-            return (of_row + PRIOR_WEIGHT * of_all / self.overall.steps) / steps
-
-        return mean(record.accepted, self.overall.accepted), mean(record.verified, self.overall.verified)
-
-    def _head_pays(self, seq_id: int, draft: Draft, *, num_rows: int, head_seconds: float) -> bool:
-        state = self.rows.setdefault(seq_id, _Row())
-        accepted, verified = self.expected(seq_id)
-        lookup = self._lookup_rate(draft, num_rows)
-        if (1 + accepted) / (self._seconds(num_rows, verified) + head_seconds) > lookup:
-            state.idle, state.pause = 0, PROBE_EVERY
+    def _head_pays(self, row: DraftRow, draft: Draft, *, num_rows: int, head_seconds: float) -> bool:
+        if not row.thrifty:
             return True
-        state.idle += 1
+        accepted, verified = self.expected(row.seq_id)
+        lookup = self._lookup_rate(row.seq_id, draft, num_rows)
+        idle = self.idle.get(row.seq_id, 0) + 1
+        pays = (1 + accepted) / (self._seconds(num_rows, verified) + head_seconds) > lookup
         # A probe is worth a step only where the row would else go without drafts.
-        if state.idle >= state.pause and (1 + accepted) / self._seconds(num_rows, verified) > lookup:
-            state.idle, state.pause = 0, min(2 * state.pause, LONGEST_PAUSE)
-            return True
-        return False
+        due = idle >= PROBE_EVERY and idle * self._seconds(num_rows, 0) * PROBE_SHARE >= head_seconds
+        asked = pays or (due and (1 + accepted) / self._seconds(num_rows, verified) > lookup)
+        self.idle[row.seq_id] = 0 if asked else idle
+        return asked
 
-    def _better(self, proposal: Draft, found: Draft) -> Draft:
+    def _better(self, seq_id: int, proposal: Draft, found: Draft) -> Draft:
         """The head's draft, or the lookup's where both begin alike and that promises more: a match that the head
         confirms goes on longer than a block. Deterministic drafts only: what was drawn must not decide what is kept."""
         alike = 0
@@ -211,13 +164,13 @@ class Portfolio:
         if not alike or proposal.q is not None or found.q is not None:
             return proposal
         joined = Draft(tokens=found.tokens, source=self.confirmed, survival=_either(proposal, found, alike))
-        promises = [sum(self.calibrated(draft.source, draft.survival)) for draft in (proposal, joined)]
+        promises = [sum(self.survival(seq_id, draft.source, draft.survival)) for draft in (proposal, joined)]
         return joined if promises[1] > promises[0] else proposal
 
-    def _lookup_rate(self, draft: Draft, num_rows: int) -> float:
+    def _lookup_rate(self, seq_id: int, draft: Draft, num_rows: int) -> float:
         """Tokens a row and second with the best prefix of a lookup's draft."""
         best, expected = 1 / self._seconds(num_rows, 0), 1.0
-        for k, alive in enumerate(self.calibrated(draft.source, draft.survival), start=1):
+        for k, alive in enumerate(self.survival(seq_id, draft.source, draft.survival), start=1):
             expected += alive
             best = max(best, expected / self._seconds(num_rows, k))
         return best

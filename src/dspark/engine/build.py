@@ -17,21 +17,24 @@ from dspark.draft.base import Drafter, registry
 from dspark.draft.block import added_layers
 from dspark.draft.portfolio import Portfolio
 from dspark.engine.heads import HeadCosts, build_head_drafter, load_draft_head, measure_head_cost
-from dspark.engine.loop import Engine, Speculator
+from dspark.engine.loop import Engine
 from dspark.engine.scheduler import Scheduler
+from dspark.engine.speculator import Speculator
 from dspark.model.batch import Span, pack
 from dspark.model.cache import KVCache, LayerSpec
 from dspark.model.load import LoadedModel, load_model
 from dspark.model.runner import build_runner
 from dspark.model.tokenizer import Tokenizer
 from dspark.plan.cost import CostTable, profile
-from dspark.plan.history import Calibration
-from dspark.plan.length import AdaptiveLength, FixedLength, LengthPolicy
+from dspark.plan.history import History
+from dspark.plan.length import PolicyInputs, build_policies
 
 Progress = Callable[[str, int, int], None]
 PROFILE_CONTEXT = 64
 MAX_PROFILE_ROWS = 32
 CPU_CACHE_SHARE = 0.25
+MEASURING_POLICIES = ("adaptive", "shadow")
+"""Policies for which passes are timed at the start; a profile recorded under "shadow" tells what they cost."""
 HEAD_QUANTIZATION = "int8"
 """Of a head's layers on the native path: a draft may be rough, and the head reads half the memory."""
 CUDA_CACHE_SHARE = 0.8
@@ -153,13 +156,51 @@ def build_speculator(
         return _head_speculator(target, runner, config, speculation, cache=cache, head=head)
     drafter, draft_cost = _build_drafter(target, config, speculation, max_context=max_context)
     num_tokens = speculation.num_speculative_tokens if speculation.method != "none" else 0
-    # "loop": a drafter that never drafts needs no measured cost.
-    adaptive = speculation.policy == "adaptive" and num_tokens > 0
-    cost = target.cost(runner, page_size=config.page_size) if adaptive else None
-    policy: LengthPolicy = FixedLength(num_tokens)
-    if cost is not None and draft_cost is not None:
-        policy = AdaptiveLength(num_tokens, target_cost=cost, draft_cost=draft_cost)
-    return Speculator(drafter=drafter, policy=policy, max_tokens=num_tokens, cost=cost, draft_cost=draft_cost)
+    cost = target.cost(runner, page_size=config.page_size) if _needs_cost(speculation) else None
+    return _speculator(drafter, speculation, num_tokens=num_tokens, cost=cost, draft_cost=draft_cost)
+
+
+def _needs_cost(speculation: SpeculationConfig) -> bool:
+    """A drafter that never drafts needs no measured cost, nor do policies that look at none."""
+    drafts = speculation.method != "none" and speculation.num_speculative_tokens > 0
+    return drafts and speculation.policy in MEASURING_POLICIES
+
+
+def _speculator(
+    drafter: Drafter,
+    speculation: SpeculationConfig,
+    *,
+    num_tokens: int,
+    history: History | None = None,
+    cost: CostTable | None = None,
+    draft_cost: CostTable | None = None,
+    block_sources: tuple[str, ...] = (),
+) -> Speculator:
+    """With every policy that the measured costs allow. `draft_cost` is a pass a token, but for `block_sources`."""
+    history = history or _history(speculation)
+    policies = build_policies(
+        PolicyInputs(
+            max_tokens=num_tokens,
+            threshold=speculation.confidence_threshold,
+            foresee=lambda seq_id, k: history.acceptance.foresee(seq_id, drafter.name, k),
+            cost=cost,
+            draft_cost=None if block_sources else draft_cost,
+        )
+    )
+    return Speculator(
+        drafter=drafter,
+        policies=policies,
+        policy=speculation.policy if speculation.policy in policies else "fixed",
+        max_tokens=num_tokens,
+        cost=cost,
+        draft_cost=draft_cost,
+        block_sources=block_sources,
+        history=history,
+    )
+
+
+def _history(speculation: SpeculationConfig) -> History:
+    return History() if speculation.history is None else History.load(speculation.history)
 
 
 def _head_speculator(
@@ -176,24 +217,25 @@ def _head_speculator(
     )
     num_tokens = speculation.num_speculative_tokens
     lookup = registry()["suffix"](**speculation.drafter_settings()) if speculation.method == "auto" else None
-    if speculation.policy == "fixed" or not num_tokens:
-        fixed = drafter if lookup is None else Portfolio(drafter, costs=None, lookup=lookup)
-        return Speculator(drafter=fixed, policy=FixedLength(num_tokens), max_tokens=num_tokens)
+    history = _history(speculation)
+    survival = history.acceptance.survival
+    if not _needs_cost(speculation):
+        free = drafter if lookup is None else Portfolio(drafter, costs=None, lookup=lookup, survival=survival)
+        return _speculator(free, speculation, num_tokens=num_tokens, history=history)
     costs = HeadCosts(
         passes=target.cost(runner, page_size=config.page_size),
         greedy=measure_head_cost(drafter, num_tokens=num_tokens),
         sampled=measure_head_cost(drafter, num_tokens=num_tokens, temperature=1.0),
     )
-    calibration = Calibration()
-    portfolio = Portfolio(drafter, costs=costs, lookup=lookup, calibrated=calibration.survival)
-    return Speculator(
-        drafter=portfolio,
-        policy=FixedLength(num_tokens),
-        max_tokens=num_tokens,
+    portfolio = Portfolio(drafter, costs=costs, expected=history.gains.expected, lookup=lookup, survival=survival)
+    return _speculator(
+        portfolio,
+        speculation,
+        num_tokens=num_tokens,
+        history=history,
         cost=costs.passes,
         draft_cost=costs.greedy,
         block_sources=(drafter.name, portfolio.confirmed),
-        calibration=calibration,
     )
 
 
@@ -218,7 +260,7 @@ def _build_drafter(
         num_valid_tokens=min(target.facts.num_valid_tokens, draft.facts.num_valid_tokens),
         max_chunk=config.max_num_batched_tokens,
     )
-    cost = draft.cost(runner, page_size=config.page_size) if speculation.policy == "adaptive" else None
+    cost = draft.cost(runner, page_size=config.page_size) if _needs_cost(speculation) else None
     return drafter, cost
 
 

@@ -11,19 +11,23 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
+from contextlib import AbstractContextManager
 from copy import deepcopy
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 from dspark.config import EngineConfig, SpeculationConfig, engine_config, speculation_config
 from dspark.engine.build import Progress, Target, build_engine, open_target
 from dspark.engine.ends import StopWatcher
 from dspark.engine.loop import Engine
+from dspark.engine.recording import recorded
 from dspark.engine.totals import EngineTotals
 from dspark.noise import Noise
 from dspark.params import SamplingParams
+from dspark.plan.length import LengthPolicy
 from dspark.sampling import Processors, RowSampler
-from dspark.types import CompletionOutput, Request, RequestOutput, Sequence, StepStats
+from dspark.types import CompletionOutput, Request, RequestOutput, RowStep, Sequence, StepStats
 
 Prompt = str | Seq[int]
 Message = Mapping[str, Any]
@@ -121,6 +125,24 @@ class LLM:
         """`sink` is called with the StepStats of every step."""
         self.engine.sinks.append(sink)
 
+    def add_row_sink(self, sink: Callable[[RowStep], None]) -> None:
+        """`sink` is called for every sequence that sampled in a step, with what was decided for it and how it ended."""
+        self.engine.row_sinks.append(sink)
+
+    def add_policy(self, name: str, policy: LengthPolicy) -> None:
+        """A length policy of your own (plan/length.LengthPolicy), for requests with speculation={"policy": name}."""
+        if name in self.engine.speculator.policies:
+            raise ValueError(f"there is a policy {name!r} already: choose another name")
+        self.engine.speculator.policies[name] = policy
+
+    def profile(self, path: str | Path) -> AbstractContextManager[None]:
+        """`with llm.profile("profile.jsonl"):` writes what is drafted for every answer, and how much of it holds."""
+        return recorded(self, path)
+
+    def save_history(self, path: str | Path) -> None:
+        """What was learned of acceptance, for `history` in the speculative_config of another run."""
+        self.engine.speculator.history.save(path)
+
     @property
     def stats(self) -> EngineTotals:
         return self.engine.totals
@@ -173,8 +195,8 @@ class RequestMaker:
         self.cached_processors: dict[int, tuple[SamplingParams, Processors]] = {}
 
     def make(self, prompt: Prompt, params: SamplingParams) -> Request:
-        """A checked request. Raises ValueError for an empty prompt, an unknown token id, or a prompt that leaves no
-        room in the context."""
+        """A checked request. Raises ValueError for an empty prompt, an unknown token id, a prompt that leaves no room
+        in the context, or a policy that the engine does not have."""
         facts, tokenizer = self.target.facts, self.target.tokenizer
         text = prompt if isinstance(prompt, str) else None
         try:
@@ -189,6 +211,13 @@ class RequestMaker:
             raise ValueError(
                 f"the prompt has {len(ids)} tokens and the context holds {self.engine.max_context}: "
                 "shorten the prompt, or raise max_model_len or cache_gib where the model allows it"
+            )
+        policies = self.engine.speculator.policies
+        if (policy := params.control.policy) is not None and policy not in policies:
+            unmeasured = " (adaptive needs an engine that started with it, as it measures costs)"
+            raise ValueError(
+                f"speculation.policy={policy!r} is not known here: choose one of {', '.join(policies)}"
+                + (unmeasured if policy == "adaptive" else "")
             )
         return Request(
             id=f"request-{next(self.ids)}",

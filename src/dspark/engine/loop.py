@@ -6,43 +6,22 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dspark.draft.base import Drafter, DraftRow, Taps
+from dspark.draft.base import DraftRow, Taps
 from dspark.engine.ends import StopWatcher, append_token
 from dspark.engine.scheduler import Scheduler, Work
+from dspark.engine.speculator import RowPlan, Speculator
 from dspark.engine.totals import Clock, EngineTotals
 from dspark.model.batch import Packed, Span, pack
 from dspark.model.cache import KVCache
-from dspark.plan.budget import choose
-from dspark.plan.cost import CostTable
-from dspark.plan.history import Calibration
-from dspark.plan.length import Features, LengthPolicy
 from dspark.sampling import RowSampler, packed_laws, raw_logprobs
-from dspark.types import Draft, Sequence, StepStats, Verdict
+from dspark.types import Draft, RowStep, Sequence, StepStats, Verdict
 from dspark.verify.rejection import accept, accept_greedy
-
-
-@dataclass(kw_only=True)
-class Speculator:
-    """What speculation needs, in one place: who drafts, how long, and what a pass costs.
-
-    `max_tokens`: the largest draft of any row and step. `cost` None: everything drafted is verified (policy "fixed",
-    and drafters that draft nothing). `draft_cost`: seconds of one draft pass by rows; drafts whose source is one of
-    `block_sources` need one a step, others one a token.
-    """
-
-    drafter: Drafter
-    policy: LengthPolicy
-    max_tokens: int = 0
-    cost: CostTable | None = None
-    draft_cost: CostTable | None = None
-    block_sources: tuple[str, ...] = ()
-    calibration: Calibration = field(default_factory=Calibration)
 
 
 @dataclass(kw_only=True)
@@ -52,6 +31,7 @@ class _Row:
     seq: Sequence
     sampler: RowSampler
     watcher: StopWatcher
+    plan: RowPlan
 
     def draft_row(self) -> DraftRow:
         seq = self.seq
@@ -62,6 +42,7 @@ class _Row:
             num_cached=seq.num_cached,
             params=seq.params,
             sampler=self.sampler,
+            thrifty=self.plan.limit.thrifty,
         )
 
 
@@ -90,6 +71,7 @@ class Engine:
         self.check = check
         self.rows: dict[int, _Row] = {}
         self.sinks: list[Callable[[StepStats], None]] = []
+        self.row_sinks: list[Callable[[RowStep], None]] = []
         self.totals = EngineTotals()
         self.taps = tuple(speculator.drafter.taps)
 
@@ -100,9 +82,9 @@ class Engine:
         clock = Clock()
         works = self._admit()
         clock.mark("admit")
-        floors = self._limit(works)
+        self._limit(works)
         clock.mark("limit")
-        drafts = self._draft(works, floors)
+        drafts = self._draft(works)
         clock.mark("draft")
         kept = self._plan(works, drafts)
         clock.mark("plan")
@@ -122,8 +104,10 @@ class Engine:
         return bool(self.rows)
 
     def add(self, seq: Sequence, sampler: RowSampler, watcher: StopWatcher) -> None:
-        """Queue a sequence. Its prompt must be shorter than the context (checked at the door, engine/llm)."""
-        self.rows[seq.id] = _Row(seq=seq, sampler=sampler, watcher=watcher)
+        """Queue a sequence. Its prompt must be shorter than the context, its policy known (checked at the door,
+        engine/llm)."""
+        plan = self.speculator.begin(seq, drafts=self._want_drafts(seq) > 0)
+        self.rows[seq.id] = _Row(seq=seq, sampler=sampler, watcher=watcher, plan=plan)
         self.scheduler.add(seq)
 
     def abort(self, seq_id: int) -> None:
@@ -143,67 +127,40 @@ class Engine:
     def _want_drafts(self, seq: Sequence) -> int:
         """Drafts that could be emitted: not past the budget of tokens or the context, one place left for the target's
         own token."""
+        control = seq.params.control
+        if not control.enabled:
+            return 0
         room = self.max_context - len(seq.tokens)
         if seq.params.max_tokens is not None:
             room = min(room, seq.params.max_tokens - seq.num_output)
-        return max(0, min(room - 1, self.speculator.max_tokens)) if seq.params.speculation else 0
+        longest = self.speculator.max_tokens
+        if control.max_tokens is not None:
+            longest = min(longest, control.max_tokens)
+        return max(0, min(room - 1, longest))
 
-    def _limit(self, works: list[Work]) -> list[float]:
-        """The policy lowers each row's largest draft; returns the survival under which a row stops drafting."""
-        decoding = [work for work in works if work.max_drafts > 0]
-        floors = {}
-        for work in decoding:
-            features = Features(seq_id=work.seq.id, num_rows=len(decoding), step=work.seq.record.num_steps)
-            limit = self.speculator.policy.limit(features)
-            work.max_drafts = min(work.max_drafts, limit.max_tokens)
-            floors[work.seq.id] = limit.floor
-        return [floors.get(work.seq.id, 0.0) for work in works]
+    def _limit(self, works: list[Work]) -> None:
+        """Each row's policy lowers its largest draft."""
+        self.speculator.limit(works, [self.rows[work.seq.id].plan for work in works])
 
-    def _draft(self, works: list[Work], floors: list[float]) -> list[Draft]:
+    def _draft(self, works: list[Work]) -> list[Draft]:
         """One draft a work, empty for those that may not draft."""
         drafts = [Draft() for _ in works]
         chosen = [i for i, work in enumerate(works) if work.max_drafts > 0]
         if chosen:
-            rows = [self.rows[works[i].seq.id].draft_row() for i in chosen]
+            rows = [self.rows[works[i].seq.id] for i in chosen]
             limits = [works[i].max_drafts for i in chosen]
-            proposals = self.speculator.drafter.propose(rows, limits, floors=[floors[i] for i in chosen])
+            proposals = self.speculator.drafter.propose(
+                [row.draft_row() for row in rows], limits, floors=[row.plan.limit.floor for row in rows]
+            )
             for i, limit, proposal in zip(chosen, limits, proposals):
                 assert len(proposal.tokens) <= limit and len(proposal.survival) == len(proposal.tokens)
                 drafts[i] = proposal
         return drafts
 
     def _plan(self, works: list[Work], drafts: list[Draft]) -> list[Draft]:
-        """The prefix of each draft that is worth verifying."""
-        cost = self.speculator.cost
-        if cost is None or not any(draft.tokens for draft in drafts):
-            return drafts
-        sampling = [i for i, work in enumerate(works) if work.samples]
-        calibration = self.speculator.calibration
-        survivals = [calibration.survival(drafts[i].source, drafts[i].survival) for i in sampling]
-        spent = self._planned_draft_seconds(works, drafts)
-        lengths = choose(
-            survivals,
-            lambda rows: spent + cost.seconds(rows),
-            self.scheduler.max_tokens,
-            other_rows=sum(work.num_tokens for work in works) - len(sampling),
-            search_all=all(draft.q is None for draft in drafts),
-        )
-        kept = list(drafts)
-        for i, length in zip(sampling, lengths):
-            kept[i] = drafts[i].prefix(length)
-        return kept
-
-    def _planned_draft_seconds(self, works: list[Work], drafts: list[Draft]) -> float:
-        """Draft time as foreseen *before* drafting. The time really spent depends on how far each row drafted, and so
-        on the drawn tokens: to plan with it would anticipate."""
-        table = self.speculator.draft_cost
-        limits = [work.max_drafts for work in works if work.max_drafts]
-        if table is None or not limits:
-            return 0.0
-        if blocks := self.speculator.block_sources:  # who drafts a row was chosen before anything was drawn
-            num_blocks = sum(bool(d.tokens) and d.source in blocks for d in drafts)
-            return table.seconds(num_blocks) if num_blocks else 0.0
-        return max(limits) * table.seconds(len(limits))
+        """The prefix of each draft to verify."""
+        plans = [self.rows[work.seq.id].plan for work in works]
+        return self.speculator.keep(works, plans, drafts, max_tokens=self.scheduler.max_tokens)
 
     def _pack(self, works: list[Work], kept: list[Draft]) -> Packed:
         spans = []
@@ -269,7 +226,9 @@ class Engine:
                 accepted = min(emitted, verdict.num_accepted)
                 seq.num_cached = before + accepted
                 self._count(seq, stats, drafted=draft, verified=keep, accepted=accepted, emitted=emitted)
-                self._learn(seq, keep, verdict)
+                self.speculator.learn(seq.id, row.plan, draft, keep, verdict)
+                for sink in self.row_sinks:
+                    sink(self._row_step(row, draft, keep, accepted=accepted, emitted=emitted, packed=packed.num_tokens))
             self.cache.commit(seq.id, seq.tokens, seq.num_cached)
             rows.append(row.draft_row())
             if seq.finish_reason is not None:
@@ -339,17 +298,27 @@ class Engine:
         for name, value in counts.items():
             setattr(stats, f"num_{name}", getattr(stats, f"num_{name}") + value)
 
-    def _learn(self, seq: Sequence, keep: Draft, verdict: Verdict) -> None:
-        if keep.tokens:
-            counts = {"num_verified": len(keep.tokens), "num_accepted": verdict.num_accepted}
-            self.speculator.policy.update(seq.id, **counts)
-            self.speculator.calibration.update(keep.source, keep.survival, **counts)
+    def _row_step(self, row: _Row, draft: Draft, keep: Draft, *, accepted: int, emitted: int, packed: int) -> RowStep:
+        return RowStep(
+            seq=row.seq,
+            policy=row.plan.name,
+            position=row.seq.num_output - emitted,
+            source=draft.source,
+            limit=row.plan.limit.max_tokens,
+            tokens=list(draft.tokens),
+            claims=list(draft.survival),
+            survival=list(row.plan.survival),
+            verified=len(keep.tokens),
+            accepted=accepted,
+            emitted=emitted,
+            packed=packed,
+        )
 
     def _retire(self, seq: Sequence) -> None:
+        row = self.rows.pop(seq.id)
         self.scheduler.remove(seq)
         self.speculator.drafter.forget(seq.id)
-        self.speculator.policy.forget(seq.id)
-        del self.rows[seq.id]
+        self.speculator.forget(seq.id, row.plan)
 
     def _report(self, stats: StepStats, packed: Packed, seconds: dict[str, float]) -> None:
         totals = self.totals

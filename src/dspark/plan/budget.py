@@ -14,13 +14,15 @@ def choose(
     max_tokens: int,
     *,
     other_rows: int = 0,
+    other_tokens: float = 0.0,
     search_all: bool = False,
 ) -> list[int]:
     """Prefix lengths that maximise expected emitted tokens a second (DSpark, section 3.2.2, algorithm 1).
 
     `survivals[i][j]`: probability that drafts 0..j of row i are all accepted, computed before draft j was drawn; each
     list falls or stays. `cost(n)`: seconds of the step when the pass has n packed tokens. `other_rows`: packed tokens
-    that are there anyway (prompt chunks). At most `max_tokens` drafts are kept over all rows.
+    that are there anyway (prompt chunks, and rows whose drafts are not for choice), from which `other_tokens` emitted
+    tokens are expected. At most `max_tokens` drafts are kept over all rows.
 
     Candidates are added in the order of survival, ties by position, then by row. The default stops at the first that
     does not raise throughput. That is what makes it lossless with sampled drafts: whether draft j is kept then depends
@@ -32,7 +34,7 @@ def choose(
     num_rows = len(survivals)
     lengths = [0] * num_rows
     best_lengths = list(lengths)
-    expected = float(num_rows)
+    expected = num_rows + other_tokens
     best_rate = expected / cost(num_rows + other_rows)
     heap = [(-row[0], 0, i) for i, row in enumerate(survivals) if row]
     heapq.heapify(heap)

@@ -1,54 +1,70 @@
-"""Calibration: what a drafter's confidence has really meant so far.
-It must never learn from a token that was not verified, and never look at tokens themselves."""
+"""History: what past requests have taught, by class of prompt: the part of planning that is saved and loaded.
+It must never see a prompt: its class is the caller's word, or found from a sketch, a short list of numbers."""
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
-NUM_BINS = 16
-PRIOR_WEIGHT = 8.0
-DECAY = 0.998
+from dspark.plan.acceptance import AcceptanceModel
+from dspark.plan.classes import PromptClasses
+from dspark.plan.gains import Gains
+
+FORMAT = "dspark-history-1"
 
 
-class Calibration:
-    """Observed acceptance by (source, bin of claimed conditional confidence).
-
-    A claim c in [0, 1] for draft j says: given that drafts before j are accepted, j is accepted with probability c.
-    Each bin mixes its decayed counts with the claim itself, weighted as PRIOR_WEIGHT observations, so an untried
-    drafter is believed and a tried one is judged.
-    """
+class History:
+    """How likely drafts are accepted, what blocks bring, and the classes that prompts are known by."""
 
     def __init__(self) -> None:
-        self.accepted: dict[str, list[float]] = {}
-        self.seen: dict[str, list[float]] = {}
+        self.acceptance = AcceptanceModel()
+        self.gains = Gains()
+        self.classes = PromptClasses()
 
-    def survival(self, source: str, claims: Sequence[float]) -> list[float]:
-        """Calibrated survival for the claimed survival `claims` (falling, each in [0, 1])."""
-        result, alive, before = [], 1.0, 1.0
-        for claim in claims:
-            conditional = claim / before if before > 0 else 0.0
-            alive *= self._conditional(source, min(1.0, conditional))
-            before = claim
-            result.append(alive)
-        return result
+    def begin(self, seq_id: int, *, task: str | None = None, sketch: Sequence[float] | None = None) -> str:
+        """A request comes in; returns its class: `task` where the caller names one, else that of prompts like it,
+        "#0", "#1", ..., else "" where there is no sketch either."""
+        prompt_class = task if task is not None else f"#{self.classes.assign(sketch)}" if sketch is not None else ""
+        self.acceptance.begin(seq_id, prompt_class)
+        self.gains.begin(seq_id, prompt_class)
+        return prompt_class
 
-    def update(self, source: str, claims: Sequence[float], *, num_verified: int, num_accepted: int) -> None:
-        """Learn from one verdict: drafts 0..num_accepted - 1 held, the next verified one (if any) did not."""
-        seen = self.seen.setdefault(source, [0.0] * NUM_BINS)
-        accepted = self.accepted.setdefault(source, [0.0] * NUM_BINS)
-        before = 1.0
-        for j, claim in enumerate(claims[: min(num_verified, num_accepted + 1)]):
-            index = self._bin(min(1.0, claim / before if before > 0 else 0.0))
-            seen[index] = seen[index] * DECAY + 1.0
-            accepted[index] = accepted[index] * DECAY + (1.0 if j < num_accepted else 0.0)
-            before = claim
+    def forget(self, seq_id: int) -> None:
+        """The request has ended; what it taught stays."""
+        self.acceptance.forget(seq_id)
+        self.gains.forget(seq_id)
 
-    def _conditional(self, source: str, claim: float) -> float:
-        if source not in self.seen:
-            return claim
-        index = self._bin(claim)
-        return (self.accepted[source][index] + PRIOR_WEIGHT * claim) / (self.seen[source][index] + PRIOR_WEIGHT)
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON values."""
+        parts = ("acceptance", "gains", "classes")
+        return {"format": FORMAT} | {name: getattr(self, name).as_dict() for name in parts}
 
-    @staticmethod
-    def _bin(claim: float) -> int:
-        return min(int(claim * NUM_BINS), NUM_BINS - 1)
+    @classmethod
+    def from_dict(cls, values: Any) -> History:
+        """Raises ValueError for what `as_dict` did not make."""
+        if not isinstance(values, dict) or values.get("format") != FORMAT:
+            raise ValueError(f"this is no history of acceptance ({FORMAT}): save one with LLM.save_history")
+        history = cls()
+        history.acceptance = AcceptanceModel.from_dict(values.get("acceptance") or {})
+        history.gains = Gains.from_dict(values.get("gains") or {})
+        history.classes = PromptClasses.from_dict(values.get("classes") or {})
+        return history
+
+    def save(self, path: str | Path) -> None:
+        """As JSON, whole or not at all."""
+        partial = Path(f"{path}.partial")
+        partial.write_text(json.dumps(self.as_dict()))
+        os.replace(partial, path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> History:
+        """Raises ValueError naming the file, cause and cure."""
+        try:
+            return cls.from_dict(json.loads(Path(path).read_text()))
+        except FileNotFoundError:
+            raise ValueError(f"{path}: no such file; save one with LLM.save_history") from None
+        except (OSError, UnicodeDecodeError, ValueError) as error:
+            raise ValueError(f"{path}: not a history of acceptance: {error}") from None

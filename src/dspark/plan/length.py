@@ -1,17 +1,20 @@
-"""LengthPolicy: how many tokens a row may draft in this step, decided before anything is drafted.
-It must never see a token of the draft it decides about; what it knows comes from earlier steps."""
+"""LengthPolicy: how many tokens a row may draft in this step, decided before drafting, and how many of them to verify.
+It must never see a token of the draft it decides about; what it knows comes from earlier steps and from survivals that
+were known before their token was drawn."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from dspark.plan.cost import CostTable
 
-DECAY = 0.92
-PRIOR_WEIGHT = 4.0
-FIRST_GUESS = 0.7
 PROBE_EVERY = 16
+PROBE_SHARE = 0.005
+"""Of the time of a row without drafts, what may go into trying it again: it must stay within a percent of plain."""
+FIRST_HEURISTIC = 5
+MOST_CERTAIN = 0.9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,21 +29,30 @@ class Features:
 
 @dataclass(frozen=True, kw_only=True)
 class Limit:
-    """At most `max_tokens` drafts; an autoregressive drafter stops a row once its survival falls below `floor`."""
+    """At most `max_tokens` drafts; an autoregressive drafter stops a row once its survival falls below `floor`. Of what
+    is drafted at least `least` are verified: 1 is how a row is tried again of which nothing is expected. `thrifty`: the
+    drafter may leave the row without a draft where that does not pay."""
 
     max_tokens: int
     floor: float = 0.0
+    least: int = 0
+    thrifty: bool = False
 
 
 class LengthPolicy(Protocol):
-    """The seam between planning and the loop."""
+    """The seam between planning and the loop. Give your own to LLM.add_policy."""
 
     def limit(self, features: Features) -> Limit:
         """Decided before drafting, from earlier steps only."""
         ...
 
+    def keep(self, survival: Sequence[float]) -> int | None:
+        """How many drafts to verify, given their survivals; None leaves that to the budget of all rows (plan/budget).
+        Whether draft j is among them must depend on survival[0..j] alone (non-anticipation)."""
+        ...
+
     def update(self, seq_id: int, *, num_verified: int, num_accepted: int) -> None:
-        """One verdict of one row."""
+        """The end of a step in which the row was allowed drafts, though none may have been verified."""
         ...
 
     def forget(self, seq_id: int) -> None:
@@ -49,7 +61,7 @@ class LengthPolicy(Protocol):
 
 
 class FixedLength:
-    """Always the same number of tokens."""
+    """Always the same number of tokens, all of them verified."""
 
     def __init__(self, num_tokens: int) -> None:
         self.num_tokens = num_tokens
@@ -57,6 +69,9 @@ class FixedLength:
     def limit(self, features: Features) -> Limit:
         return Limit(max_tokens=self.num_tokens)
 
+    def keep(self, survival: Sequence[float]) -> int | None:
+        return len(survival)
+
     def update(self, seq_id: int, *, num_verified: int, num_accepted: int) -> None:
         return None
 
@@ -64,53 +79,125 @@ class FixedLength:
         return None
 
 
-class AdaptiveLength:
-    """The length with the best expected tokens a second, for drafters that pay for each token they draft.
+class Shadow(FixedLength):
+    """Drafts and verifies none of it: at every position of the text stands what would have been drafted there, and the
+    text tells how much of it would have held (plan/replay)."""
 
-    With conditional acceptance a (decayed counts of the row, shrunk towards those of all rows), k drafts bring
-    1 + a + ... + a^k tokens (Leviathan et al. 2023, equation 1) and cost C(rows (1 + k)) + k d(rows). A row whose best
-    k is 0 probes with one token every PROBE_EVERY steps, so that it can come back.
-    """
+    def keep(self, survival: Sequence[float]) -> int | None:
+        return 0
 
-    def __init__(self, max_tokens: int, *, target_cost: CostTable, draft_cost: CostTable) -> None:
-        self.max_tokens = max_tokens
-        self.target_cost = target_cost
-        self.draft_cost = draft_cost
-        self.overall = [FIRST_GUESS * PRIOR_WEIGHT, PRIOR_WEIGHT]
-        self.by_row: dict[int, list[float]] = {}
+
+class ConfidenceLength(FixedLength):
+    """Drafts until the chance that all of them are accepted falls below a threshold (DSpark, section 3.2, the static
+    rule; the dynamic stop of transformers' assisted generation, there on each token's own probability)."""
+
+    def __init__(self, num_tokens: int, *, threshold: float) -> None:
+        super().__init__(num_tokens)
+        self.threshold = threshold
 
     def limit(self, features: Features) -> Limit:
-        acceptance = self.acceptance(features.seq_id)
-        rows = features.num_rows
-        draft = self.draft_cost.seconds(rows)
-        best_rate, best = rows / self.target_cost.seconds(rows), 0
-        expected = survival = 1.0
-        for k in range(1, self.max_tokens + 1):
-            survival *= acceptance
+        return Limit(max_tokens=self.num_tokens, floor=self.threshold)
+
+    def keep(self, survival: Sequence[float]) -> int | None:
+        return next((j for j, alive in enumerate(survival) if alive < self.threshold), len(survival))
+
+
+class HeuristicLength(FixedLength):
+    """Two tokens more after a draft that was accepted whole, one fewer after any other (the "heuristic" schedule of
+    transformers' assisted generation). A row starts at FIRST_HEURISTIC."""
+
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__(num_tokens)
+        self.by_row: dict[int, int] = {}
+
+    def limit(self, features: Features) -> Limit:
+        return Limit(max_tokens=min(self.num_tokens, self.by_row.get(features.seq_id, FIRST_HEURISTIC)))
+
+    def update(self, seq_id: int, *, num_verified: int, num_accepted: int) -> None:
+        if num_verified:
+            length = self.by_row.get(seq_id, FIRST_HEURISTIC)
+            length += 2 if num_accepted == num_verified else -1
+            self.by_row[seq_id] = min(max(1, length), max(1, self.num_tokens))
+
+    def forget(self, seq_id: int) -> None:
+        self.by_row.pop(seq_id, None)
+
+
+@dataclass(kw_only=True)
+class AdaptiveLength:
+    """The most expected tokens a second.
+
+    `foresee(seq_id, k)` gives the survival of k drafts that are not there yet. A drafter that pays for each token
+    (`draft_cost`: seconds of one of its passes by rows) drafts the k that maximises (1 + S_1 + ... + S_k) over
+    C(rows (1 + k)) + k d(rows), Leviathan et al. 2023, equation 1, with S by position; it stops early where the next
+    token is expected to bring less than its pass costs. A drafter without `draft_cost` may draft all it has: a lookup
+    is free, and blocks are chosen in draft/portfolio. What is verified the budget decides. A row of which nothing is
+    verified is tried with one draft after PROBE_EVERY steps, or as many more as make that PROBE_SHARE of their time.
+    `idle`: steps since a draft of the row was last verified.
+    """
+
+    max_tokens: int
+    target_cost: CostTable
+    foresee: Callable[[int, int], Sequence[float]]
+    draft_cost: CostTable | None = None
+    idle: dict[int, int] = field(default_factory=dict)
+
+    def limit(self, features: Features) -> Limit:
+        rows, idle = features.num_rows, self.idle.get(features.seq_id, 0)
+        plain = self.target_cost.seconds(rows)
+        draft = 0.0 if self.draft_cost is None else self.draft_cost.seconds(rows)
+        probe = self.target_cost.seconds(rows + 1) - plain + draft
+        least = int(idle >= PROBE_EVERY and idle * plain * PROBE_SHARE >= probe)
+        if self.draft_cost is None:
+            return Limit(max_tokens=self.max_tokens, least=least, thrifty=True)
+        best_rate, best = rows / plain, 0
+        expected = 1.0
+        for k, survival in enumerate(self.foresee(features.seq_id, self.max_tokens), start=1):
             expected += survival
             rate = rows * expected / (self.target_cost.seconds(rows * (1 + k)) + k * draft)
             if rate > best_rate:
                 best_rate, best = rate, k
         if best == 0:
-            return Limit(max_tokens=1 if features.step % PROBE_EVERY == PROBE_EVERY - 1 else 0)
+            return Limit(max_tokens=least, least=least, thrifty=True)
         # One more draft pass costs `draft` seconds, worth best_rate tokens each; it can bring at most one token a row.
         # A row that is surer than usual may go two beyond its best length.
-        return Limit(max_tokens=min(self.max_tokens, best + 2), floor=min(0.9, best_rate * draft / rows))
+        floor = min(MOST_CERTAIN, best_rate * draft / rows)
+        return Limit(max_tokens=min(self.max_tokens, best + 2), floor=floor, least=least, thrifty=True)
 
-    def acceptance(self, seq_id: int) -> float:
-        """Estimated conditional acceptance of a row's next draft."""
-        overall = self.overall[0] / self.overall[1]
-        accepted, seen = self.by_row.get(seq_id, (0.0, 0.0))
-        return min(0.98, (accepted + PRIOR_WEIGHT * overall) / (seen + PRIOR_WEIGHT))
+    def keep(self, survival: Sequence[float]) -> int | None:
+        return None
 
     def update(self, seq_id: int, *, num_verified: int, num_accepted: int) -> None:
-        looked_at = min(num_verified, num_accepted + 1)
-        if not looked_at:
-            return
-        for counts in (self.overall, self.by_row.setdefault(seq_id, [0.0, 0.0])):
-            decay = DECAY if counts is not self.overall else 0.995
-            counts[0] = counts[0] * decay + num_accepted
-            counts[1] = counts[1] * decay + looked_at
+        self.idle[seq_id] = 0 if num_verified else self.idle.get(seq_id, 0) + 1
 
     def forget(self, seq_id: int) -> None:
-        self.by_row.pop(seq_id, None)
+        self.idle.pop(seq_id, None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyInputs:
+    """What policies are made from. `cost` None: nothing was measured, and there is no adaptive policy."""
+
+    max_tokens: int
+    threshold: float
+    foresee: Callable[[int, int], Sequence[float]]
+    cost: CostTable | None = None
+    draft_cost: CostTable | None = None
+
+
+def build_policies(inputs: PolicyInputs) -> dict[str, LengthPolicy]:
+    """Every policy by its name in dspark.config.POLICIES; "adaptive" only where costs are known."""
+    policies: dict[str, LengthPolicy] = {
+        "fixed": FixedLength(inputs.max_tokens),
+        "confidence": ConfidenceLength(inputs.max_tokens, threshold=inputs.threshold),
+        "heuristic": HeuristicLength(inputs.max_tokens),
+        "shadow": Shadow(inputs.max_tokens),
+    }
+    if inputs.cost is not None:
+        policies["adaptive"] = AdaptiveLength(
+            max_tokens=inputs.max_tokens,
+            target_cost=inputs.cost,
+            foresee=inputs.foresee,
+            draft_cost=inputs.draft_cost,
+        )
+    return policies

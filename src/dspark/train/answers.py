@@ -84,7 +84,8 @@ def _asked(prompts: Sequence[TrainPrompt], recipe: DataRecipe) -> list[tuple[flo
     more = sorted({t for listed in recipe.more_temperatures.values() for t in listed} - set(recipe.temperatures))
     for temperature in more:
         tasks = [task for task, listed in recipe.more_temperatures.items() if temperature in listed]
-        found.append((temperature, [prompt for prompt in prompts if prompt.task in tasks]))
+        asked = [prompt for prompt in prompts if prompt.task in tasks]
+        found.append((temperature, asked[: recipe.more_prompts] if recipe.more_prompts else asked))
     return found
 
 

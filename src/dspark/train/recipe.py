@@ -35,7 +35,8 @@ class DataRecipe:
 
     prompts: JSON-lines files (relative to the recipe), each row with "prompt", "question", "text" or "turns".
     tasks: only rows of these (a row's "task", else its file's name); () all.
-    temperatures: one answer a prompt for each of them; more_temperatures: further ones for some tasks.
+    temperatures: one answer a prompt for each of them; more_temperatures: further ones for some tasks, of the first
+    more_prompts of their prompts together (0: all).
     weights: how often an epoch of training takes each answer of a task, on average; 1 where none is given.
     held_out: share of the prompts (by hash of the text) kept for validation and calibration. Prompts above
     max_prompt_tokens are left out and counted. max_prompts 0: all of them.
@@ -45,6 +46,7 @@ class DataRecipe:
     tasks: tuple[str, ...] = ()
     temperatures: tuple[float, ...] = (0.0,)
     more_temperatures: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    more_prompts: int = 0
     weights: dict[str, float] = field(default_factory=dict)
     max_prompts: int = 0
     max_prompt_tokens: int = 512
@@ -66,7 +68,7 @@ class DataRecipe:
             if not 0 <= weight <= 100:
                 raise ValueError(f"data.weights.{task}={weight!r} is not usable: give a number from 0 to 100")
         _positive("data", self, "max_prompt_tokens", "max_answer_tokens", "batch")
-        _not_negative("data", self, "max_prompts")
+        _not_negative("data", self, "max_prompts", "more_prompts")
         if not 0 < self.held_out < 0.5:
             raise ValueError(f"data.held_out={self.held_out!r} is not usable: give a share between 0 and 0.5")
 

@@ -1,0 +1,125 @@
+"""Speculator: who drafts, how long, what of it is verified, and what is learned from the verdicts.
+It must never let a draft's own token, or anything that depends on it, decide whether it is verified."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from dspark.draft.base import Drafter
+from dspark.engine.scheduler import Work
+from dspark.engine.sketch import sketch
+from dspark.plan.budget import choose
+from dspark.plan.cost import CostTable
+from dspark.plan.history import History
+from dspark.plan.length import Features, LengthPolicy, Limit
+from dspark.types import Draft, Sequence, Verdict
+
+NO_DRAFTS = Limit(max_tokens=0)
+
+
+@dataclass(kw_only=True)
+class RowPlan:
+    """What is planned for one sequence: its policy, and of this step the limit, and the survival that its draft was
+    judged to have."""
+
+    name: str
+    policy: LengthPolicy
+    limit: Limit = NO_DRAFTS
+    survival: Seq[float] = ()
+
+
+@dataclass(kw_only=True)
+class Speculator:
+    """What speculation needs, in one place.
+
+    `policies` by name, `policy` the one of requests that name none. `max_tokens`: the largest draft of any row and
+    step. `cost`: of a target pass; None where no policy leaves the length to the budget. `draft_cost`: seconds of one
+    draft pass by rows; drafts whose source is one of `block_sources` need one a step, others one a token.
+    """
+
+    drafter: Drafter
+    policies: dict[str, LengthPolicy]
+    policy: str
+    max_tokens: int = 0
+    cost: CostTable | None = None
+    draft_cost: CostTable | None = None
+    block_sources: tuple[str, ...] = ()
+    history: History = field(default_factory=History)
+
+    def begin(self, seq: Sequence, *, drafts: bool) -> RowPlan:
+        """A sequence comes in; `drafts`: whether it may ever draft, so that its class is worth finding."""
+        if drafts:
+            prompt = sketch(seq.tokens[: seq.num_prompt])
+            seq.prompt_class = self.history.begin(seq.id, task=seq.params.control.task, sketch=prompt)
+        name = seq.params.control.policy or self.policy
+        return RowPlan(name=name, policy=self.policies[name])
+
+    def forget(self, seq_id: int, plan: RowPlan) -> None:
+        """The sequence has ended."""
+        plan.policy.forget(seq_id)
+        self.history.forget(seq_id)
+
+    def limit(self, works: Seq[Work], plans: Seq[RowPlan]) -> None:
+        """Before drafting: lower each work's `max_drafts` to what its policy allows."""
+        num_rows = sum(work.max_drafts > 0 for work in works)
+        for work, plan in zip(works, plans):
+            plan.limit, plan.survival = NO_DRAFTS, ()
+            if work.max_drafts > 0:
+                step = work.seq.record.num_steps
+                plan.limit = plan.policy.limit(Features(seq_id=work.seq.id, num_rows=num_rows, step=step))
+                work.max_drafts = min(work.max_drafts, plan.limit.max_tokens)
+
+    def keep(self, works: Seq[Work], plans: Seq[RowPlan], drafts: Seq[Draft], *, max_tokens: int) -> list[Draft]:
+        """The prefix of each draft to verify: by the row's own policy, or by the budget of all rows that leave it.
+        `max_tokens`: drafts over all of these together."""
+        kept, open_rows = list(drafts), []
+        other_rows, other_tokens = 0, 0.0
+        for i, (work, plan, draft) in enumerate(zip(works, plans, drafts)):
+            length: int | None = 0
+            if draft.tokens:
+                plan.survival = self.history.acceptance.survival(work.seq.id, draft.source, draft.survival)
+                length = plan.policy.keep(plan.survival)
+            if length is None:
+                open_rows.append(i)
+                other_rows += work.num_tokens - 1
+            else:
+                kept[i] = draft.prefix(length)
+                other_rows += work.num_tokens + length
+                other_tokens += work.samples + sum(plan.survival[:length])
+        if open_rows:
+            assert self.cost is not None, "a policy leaves lengths to the budget, and no cost was measured"
+            cost, spent = self.cost, self._planned_draft_seconds(works, drafts)
+            lengths = choose(
+                [plans[i].survival for i in open_rows],
+                lambda packed: spent + cost.seconds(packed),
+                max_tokens,
+                other_rows=other_rows,
+                other_tokens=other_tokens,
+                search_all=all(drafts[i].q is None for i in open_rows),
+            )
+            for i, length in zip(open_rows, lengths):
+                kept[i] = drafts[i].prefix(max(length, plans[i].limit.least))
+        return kept
+
+    def learn(self, seq_id: int, plan: RowPlan, draft: Draft, kept: Draft, verdict: Verdict) -> None:
+        """After the verdict, for a row that was allowed drafts."""
+        if plan.limit is NO_DRAFTS:
+            return
+        counts = {"num_verified": len(kept.tokens), "num_accepted": verdict.num_accepted}
+        plan.policy.update(seq_id, **counts)
+        self.history.acceptance.update(seq_id, kept.source, kept.survival, **counts)
+        if draft.tokens and draft.source in self.block_sources:
+            self.history.gains.update(seq_id, **counts)
+
+    def _planned_draft_seconds(self, works: Seq[Work], drafts: Seq[Draft]) -> float:
+        """Draft time as foreseen *before* drafting. The time really spent depends on how far each row drafted, and so
+        on the drawn tokens: to plan with it would anticipate."""
+        table = self.draft_cost
+        limits = [work.max_drafts for work in works if work.max_drafts]
+        if table is None or not limits:
+            return 0.0
+        if self.block_sources:  # who drafts a row was chosen before anything was drawn
+            num_blocks = sum(bool(d.tokens) and d.source in self.block_sources for d in drafts)
+            return table.seconds(num_blocks) if num_blocks else 0.0
+        return max(limits) * table.seconds(len(limits))

@@ -1,0 +1,238 @@
+"""AcceptanceModel: how likely each draft is to be accepted, learned while serving.
+It must never see a token, learn from a draft that was not verified, or let a later claim change an earlier answer.
+
+Per drafter a logistic regression, twice: *sighted* knows the drafter's own claim of a position, *blind* is asked before
+anything is drafted. Both add offsets for the position, for the class of the prompt and for the request, each learned on
+what the coarser ones leave over and drawn back to 0, so that a new request starts as its class and a new class as all
+traffic.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+NUM_BUCKETS = 4
+"""Positions 0, 1, 2 and all further ones have offsets of their own."""
+LAST = NUM_BUCKETS - 1
+LEAST, MOST = 0.002, 0.998
+RATE = 0.35
+"""Step of AdaGrad (Duchi et al. 2011) for what all requests share, and for classes."""
+FIRST_SQUARES = 0.25
+"""Sum of squared gradients before the first one: what is known at the start is not thrown over by one verdict."""
+CLASS_PULL = 0.002
+ROW_RATE = 0.3
+ROW_PULL = 0.03
+MAX_CLASSES = 256
+
+
+def logit(probability: float) -> float:
+    """log(p / (1 - p)), p kept away from 0 and 1."""
+    clipped = min(MOST, max(LEAST, probability))
+    return math.log(clipped / (1 - clipped))
+
+
+def logistic(score: float) -> float:
+    """1 / (1 + exp(-score)), the score kept where that is neither 0 nor 1."""
+    return 1 / (1 + math.exp(-max(-30.0, min(30.0, score))))
+
+
+@dataclass
+class _Offsets:
+    """One number for each bucket of positions, with the squared gradients that it has seen."""
+
+    values: list[float] = field(default_factory=lambda: [0.0] * NUM_BUCKETS)
+    squares: list[float] = field(default_factory=lambda: [FIRST_SQUARES] * NUM_BUCKETS)
+
+    def move(self, bucket: int, gradient: float, pull: float = 0.0) -> None:
+        squares = self.squares[bucket] = self.squares[bucket] + gradient * gradient
+        self.values[bucket] = self.values[bucket] * (1 - pull) + RATE * gradient / math.sqrt(squares)
+
+
+@dataclass
+class _Regression:
+    """What all requests share of one drafter: the weights of claim and surprise, offsets by position, and by class."""
+
+    weights: list[float]
+    squares: list[float] = field(default_factory=lambda: [FIRST_SQUARES, FIRST_SQUARES])
+    positions: _Offsets = field(default_factory=_Offsets)
+    classes: dict[str, _Offsets] = field(default_factory=dict)
+
+    def bases(self, prompt_class: str, of_row: float, surprise: float) -> list[float]:
+        """By bucket, the score of a claim of one half."""
+        shift = of_row + self.weights[1] * surprise
+        bases = [position + shift for position in self.positions.values]
+        if (of_class := self.classes.get(prompt_class)) is not None:
+            bases = [base + offset for base, offset in zip(bases, of_class.values)]
+        return bases
+
+    def learn(
+        self, claim: float, surprise: float, bucket: int, prompt_class: str, *, of_row: float, held: float
+    ) -> float:
+        """Each part by the error of what is said with it but without the finer ones: claim and position, class,
+        surprise, request. Returns the error of all together. `claim` as a logit, 0 where there is none.
+
+        Were the surprise of the last draft to come before the class, it would explain a hard class away, and the next
+        request of that class, which has no last draft yet, would start as if nothing were known.
+        """
+        weights = self.weights
+        score = self.positions.values[bucket] + weights[0] * claim
+        error = held - logistic(score)
+        self._weigh(0, error * claim)
+        self.positions.move(bucket, error)
+        offsets = self.classes.get(prompt_class)
+        if offsets is None and len(self.classes) < MAX_CLASSES:
+            offsets = self.classes[prompt_class] = _Offsets()
+        if offsets is not None:
+            score += offsets.values[bucket]
+            offsets.move(bucket, held - logistic(score), CLASS_PULL)
+        score += weights[1] * surprise
+        self._weigh(1, (held - logistic(score)) * surprise)
+        return held - logistic(score + of_row)
+
+    def _weigh(self, i: int, gradient: float) -> None:
+        squares = self.squares[i] = self.squares[i] + gradient * gradient
+        self.weights[i] += RATE * gradient / math.sqrt(squares)
+
+
+@dataclass
+class _Row:
+    """Of one request and drafter: its offsets for either regression, and by how much its last draft surprised."""
+
+    sighted: float = 0.0
+    blind: float = 0.0
+    surprise: float = 0.0
+
+
+@dataclass
+class _Request:
+    prompt_class: str = ""
+    rows: dict[str, _Row] = field(default_factory=dict)
+
+
+class AcceptanceModel:
+    """Conditional acceptance by drafter, class, request, position and claim.
+
+    `claims` are survivals as in types.Draft: falling, each known before its token was drawn. A claim is believed at
+    first (weight 1, offsets 0); without one the first guess is `first_guess`.
+    """
+
+    def __init__(self, *, first_guess: float = 0.6) -> None:
+        self.first_guess = first_guess
+        self.sighted: dict[str, _Regression] = {}
+        self.blind: dict[str, _Regression] = {}
+        self.requests: dict[int, _Request] = {}
+
+    def begin(self, seq_id: int, prompt_class: str) -> None:
+        """A request of that class; those that are never begun share the class ""."""
+        self.requests[seq_id] = _Request(prompt_class)
+
+    def forget(self, seq_id: int) -> None:
+        """The request has ended; what it taught stays."""
+        self.requests.pop(seq_id, None)
+
+    def survival(self, seq_id: int, source: str, claims: Sequence[float]) -> list[float]:
+        """Probability that drafts 0..j are all accepted, for each j of a draft with these claims."""
+        request = self.requests.get(seq_id) or _Request()
+        row = request.rows.get(source) or _Row()
+        regression = self._sighted(source)
+        bases = regression.bases(request.prompt_class, row.sighted, row.surprise)
+        weight = regression.weights[0]
+        found, alive, before = [], 1.0, 1.0
+        for j, claim in enumerate(claims):
+            score = weight * logit(claim / before if before > 0 else 0.0) + bases[j if j < LAST else LAST]
+            alive *= logistic(score)
+            before = claim
+            found.append(alive)
+        return found
+
+    def foresee(self, seq_id: int, source: str, num_tokens: int) -> list[float]:
+        """The same for a draft of that many tokens which is not there yet."""
+        request = self.requests.get(seq_id) or _Request()
+        row = request.rows.get(source) or _Row()
+        bases = self._blind(source).bases(request.prompt_class, row.blind, row.surprise)
+        chances = [logistic(base) for base in bases]
+        found, alive = [], 1.0
+        for j in range(num_tokens):
+            alive *= chances[j if j < LAST else LAST]
+            found.append(alive)
+        return found
+
+    def update(
+        self, seq_id: int, source: str, claims: Sequence[float], *, num_verified: int, num_accepted: int
+    ) -> None:
+        """Learn from one verdict: drafts 0..num_accepted - 1 held, the next verified one (if any) did not."""
+        looked_at = claims[: min(num_verified, num_accepted + 1)]
+        if not looked_at:
+            return
+        request = self.requests.setdefault(seq_id, _Request())
+        row = request.rows.setdefault(source, _Row())
+        sighted, blind, prompt_class = self._sighted(source), self._blind(source), request.prompt_class
+        before, surprises = 1.0, 0.0
+        for j, claim in enumerate(looked_at):
+            held, bucket = float(j < num_accepted), j if j < LAST else LAST
+            stated = logit(claim / before if before > 0 else 0.0)
+            error = sighted.learn(stated, row.surprise, bucket, prompt_class, of_row=row.sighted, held=held)
+            row.sighted = row.sighted * (1 - ROW_PULL) + ROW_RATE * error
+            error = blind.learn(0.0, row.surprise, bucket, prompt_class, of_row=row.blind, held=held)
+            row.blind = row.blind * (1 - ROW_PULL) + ROW_RATE * error
+            before, surprises = claim, surprises + error
+        row.surprise = surprises / len(looked_at)
+
+    # -- saved and loaded
+
+    def as_dict(self) -> dict[str, Any]:
+        """What all requests share, as JSON values."""
+
+        def plain(regressions: Mapping[str, _Regression]) -> dict[str, Any]:
+            return {
+                source: {
+                    "weights": [found.weights, found.squares],
+                    "positions": [found.positions.values, found.positions.squares],
+                    "classes": {name: [row.values, row.squares] for name, row in found.classes.items()},
+                }
+                for source, found in regressions.items()
+            }
+
+        return {"first_guess": self.first_guess, "sighted": plain(self.sighted), "blind": plain(self.blind)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> AcceptanceModel:
+        """Raises ValueError for what `as_dict` did not make."""
+        try:
+            model = cls(first_guess=float(values["first_guess"]))
+            for kind in ("sighted", "blind"):
+                for source, found in values[kind].items():
+                    weights, squares = _pair(found["weights"], 2)
+                    getattr(model, kind)[source] = _Regression(
+                        weights=weights,
+                        squares=squares,
+                        positions=_Offsets(*_pair(found["positions"], NUM_BUCKETS)),
+                        classes={name: _Offsets(*_pair(row, NUM_BUCKETS)) for name, row in found["classes"].items()},
+                    )
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ValueError(f"these are not the values of an acceptance model ({error!r}): save it again") from None
+        return model
+
+    # -- inside
+
+    def _sighted(self, source: str) -> _Regression:
+        if source not in self.sighted:
+            self.sighted[source] = _Regression(weights=[1.0, 0.0])
+        return self.sighted[source]
+
+    def _blind(self, source: str) -> _Regression:
+        if source not in self.blind:
+            first = _Offsets(values=[logit(self.first_guess)] * NUM_BUCKETS)
+            self.blind[source] = _Regression(weights=[0.0, 0.0], positions=first)
+        return self.blind[source]
+
+
+def _pair(lists: Sequence[Sequence[float]], count: int) -> tuple[list[float], list[float]]:
+    values, squares = ([float(number) for number in numbers] for numbers in lists)
+    numbers = [*values, *squares]
+    if len(values) != count or len(squares) != count or not all(map(math.isfinite, numbers)) or min(squares) <= 0:
+        raise ValueError(f"{lists!r} are not {count} values and squares")
+    return values, squares

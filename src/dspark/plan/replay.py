@@ -1,0 +1,242 @@
+"""Replay: what recorded answers would have cost under another policy, without a model.
+It must never show a policy how a draft ends before it has decided.
+
+An answer's record holds drafts at positions of its text, with their claims and how many of their tokens the text
+confirms: that many would have been accepted. A record under the policy "shadow" has a draft at every position; under
+another the positions inside an accepted run have none of their own, and the rest of the draft that covered them stands
+in, which is somewhat less than a fresh draft.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dspark.plan.budget import choose
+from dspark.plan.cost import CostTable
+from dspark.plan.history import History
+from dspark.plan.length import PROBE_EVERY, PROBE_SHARE, Features, LengthPolicy, PolicyInputs, build_policies
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chance:
+    """A draft at one position: who made it, its survival claims, how many of its tokens hold."""
+
+    source: str
+    claims: Sequence[float]
+    holds: int
+
+    def later(self, skip: int) -> Chance:
+        """What is left of it `skip` accepted tokens later."""
+        before = self.claims[skip - 1] if skip else 1.0
+        claims = [claim / before if before > 0 else 0.0 for claim in self.claims[skip:]]
+        return Chance(source=self.source, claims=claims, holds=self.holds - skip)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """A recorded answer of `num_tokens` tokens, with drafts by position; its first token comes out of the prompt's own
+    pass. `task` is the caller's word, `prompt_class` what acceptance was learned by."""
+
+    id: str
+    num_tokens: int
+    drafts: Mapping[int, Chance]
+    prompt_class: str = ""
+    task: str = ""
+
+    def by_position(self) -> list[Chance | None]:
+        """A draft for each position; None where the record does not say."""
+        found: list[Chance | None] = [None] * self.num_tokens
+        for position in sorted(self.drafts):
+            chance = self.drafts[position]
+            found[position] = chance
+            for skip in range(1, min(chance.holds, self.num_tokens - position - 1) + 1):
+                if position + skip not in self.drafts:
+                    found[position + skip] = chance.later(skip)
+        return found
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """Of replayed answers: seconds by the cost tables, those of plain decoding, and counts."""
+
+    seconds: float = 0.0
+    plain_seconds: float = 0.0
+    tokens: int = 0
+    steps: int = 0
+    drafted: int = 0
+    verified: int = 0
+    accepted: int = 0
+
+    def add(self, other: Outcome) -> None:
+        for name in vars(self):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+    @property
+    def speedup(self) -> float:
+        """Plain seconds over seconds; 1 for nothing at all."""
+        return self.plain_seconds / self.seconds if self.seconds else 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """What a step costs: a target pass by rows, a draft pass by rows; drafts of `block_sources` need one pass each,
+    those of `token_sources` one a token, all others are free."""
+
+    target: CostTable
+    draft: CostTable | None = None
+    block_sources: tuple[str, ...] = ()
+    token_sources: tuple[str, ...] = ()
+
+    def draft_seconds(self, source: str, num_tokens: int) -> float:
+        """Of one row's draft."""
+        if self.draft is None or not num_tokens:
+            return 0.0
+        passes = 1 if source in self.block_sources else num_tokens if source in self.token_sources else 0
+        return passes * self.draft.seconds(1)
+
+
+@dataclass(kw_only=True)
+class Replay:
+    """Answers one after another under one policy, with what it learns on the way."""
+
+    costs: Costs
+    policy: LengthPolicy
+    history: History = field(default_factory=History)
+    idle: dict[int, int] = field(default_factory=dict)
+    num_answers: int = 0
+
+    def run(self, answer: Answer) -> Outcome:
+        """The answer once more, step by step."""
+        seq_id, self.num_answers = self.num_answers, self.num_answers + 1
+        self.history.begin(seq_id, task=answer.task or answer.prompt_class)
+        table, outcome, position = answer.by_position(), Outcome(), 1
+        plain = self.costs.target.seconds(1)
+        while position < answer.num_tokens:
+            room = answer.num_tokens - position - 1
+            seconds, drafted, verified, accepted = self._step(seq_id, table[position], room, outcome.steps)
+            outcome.add(
+                Outcome(
+                    seconds=seconds,
+                    plain_seconds=(1 + accepted) * plain,
+                    tokens=1 + accepted,
+                    steps=1,
+                    drafted=drafted,
+                    verified=verified,
+                    accepted=accepted,
+                )
+            )
+            position += 1 + accepted
+        self.policy.forget(seq_id)
+        self.history.forget(seq_id)
+        self.idle.pop(seq_id, None)
+        return outcome
+
+    def _step(self, seq_id: int, chance: Chance | None, room: int, step: int) -> tuple[float, int, int, int]:
+        """(seconds, drafted, verified, accepted) of one step with room for so many drafts."""
+        target = self.costs.target
+        if room <= 0:
+            return target.seconds(1), 0, 0, 0
+        limit = self.policy.limit(Features(seq_id=seq_id, num_rows=1, step=step))
+        size = min(room, limit.max_tokens)
+        if chance is None or not size or (limit.thrifty and not self._block_pays(seq_id, chance)):
+            self.policy.update(seq_id, num_verified=0, num_accepted=0)
+            return target.seconds(1), 0, 0, 0
+        claims = self._drawn(chance, size, limit.floor)
+        survival = self.history.acceptance.survival(seq_id, chance.source, claims)
+        spent = self.costs.draft_seconds(chance.source, size)
+        keep = self.policy.keep(survival)
+        if keep is None:
+            (keep,) = choose([survival], lambda rows: spent + target.seconds(rows), len(survival), search_all=True)
+            keep = max(keep, min(limit.least, len(survival)))
+        accepted = min(keep, chance.holds)
+        counts = {"num_verified": keep, "num_accepted": accepted}
+        self.policy.update(seq_id, **counts)
+        self.history.acceptance.update(seq_id, chance.source, claims, **counts)
+        if chance.source in self.costs.block_sources:
+            self.history.gains.update(seq_id, **counts)
+        drafting = self.costs.draft_seconds(chance.source, len(claims))
+        return drafting + target.seconds(1 + keep), len(claims), keep, accepted
+
+    def _drawn(self, chance: Chance, size: int, floor: float) -> Sequence[float]:
+        """What a drafter that pays for each token makes before it stops: one token after falling below the floor."""
+        claims = chance.claims[:size]
+        if chance.source in self.costs.token_sources:
+            stop = next((j for j, claim in enumerate(claims) if claim < floor), len(claims))
+            claims = claims[: stop + 1]
+        return claims
+
+    def _block_pays(self, seq_id: int, chance: Chance) -> bool:
+        """As draft/portfolio asks a head, with no lookup beside it."""
+        if chance.source not in self.costs.block_sources:
+            return True
+        accepted, verified = self.history.gains.expected(seq_id)
+        head, plain = self.costs.draft_seconds(chance.source, 1), self.costs.target.seconds(1)
+        idle = self.idle.get(seq_id, 0) + 1
+        pays = (1 + accepted) / (self.costs.target.seconds(1 + verified) + head) > 1 / plain
+        asked = pays or (idle >= PROBE_EVERY and idle * plain * PROBE_SHARE >= head)
+        self.idle[seq_id] = 0 if asked else idle
+        return asked
+
+
+def replay(
+    answers: Sequence[Answer], under: Replay, *, by: Callable[[Answer], str] = lambda answer: answer.task
+) -> dict[str, Outcome]:
+    """All answers in their order; outcomes by group, and of all under ""."""
+    found = {"": Outcome()}
+    for answer in answers:
+        outcome = under.run(answer)
+        found[""].add(outcome)
+        if by(answer):
+            found.setdefault(by(answer), Outcome()).add(outcome)
+    return found
+
+
+def policy_replay(name: str, costs: Costs, *, max_tokens: int, threshold: float = 0.4) -> Replay:
+    """A replay under a policy by name, with a history of its own."""
+    history = History()
+    source = costs.token_sources[0] if costs.token_sources else ""
+    policies = build_policies(
+        PolicyInputs(
+            max_tokens=max_tokens,
+            threshold=threshold,
+            foresee=lambda seq_id, k: history.acceptance.foresee(seq_id, source, k),
+            cost=costs.target,
+            draft_cost=costs.draft if costs.token_sources else None,
+        )
+    )
+    return Replay(costs=costs, policy=policies[name], history=history)
+
+
+def costs_from_dict(values: Mapping[str, Any]) -> Costs:
+    """As a profile's first line has them: points are [rows, seconds]. Raises ValueError for anything else."""
+    try:
+        draft = values["draft"]
+        return Costs(
+            target=CostTable([(rows, seconds) for rows, seconds in values["target"]]),
+            draft=None if draft is None else CostTable([(rows, seconds) for rows, seconds in draft]),
+            block_sources=tuple(values["block_sources"]),
+            token_sources=tuple(values["token_sources"]),
+        )
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"the profile holds no costs ({error!r}): record it again") from None
+
+
+def answer_from_dict(values: Mapping[str, Any]) -> Answer:
+    """A line of a profile. Raises ValueError for a line of another kind."""
+    try:
+        drafts = {
+            int(step["at"]): Chance(source=step["source"], claims=step["claims"], holds=int(step["holds"]))
+            for step in values["steps"]
+            if step["claims"]
+        }
+        return Answer(
+            id=str(values["id"]),
+            num_tokens=int(values["num_tokens"]),
+            drafts=drafts,
+            prompt_class=str(values["prompt_class"]),
+            task=str(values["task"]),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"not an answer of a profile ({error!r}): record one with dspark profile") from None

@@ -1,0 +1,140 @@
+"""History: classes of prompts, what blocks brought by class, saved and loaded whole."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+from dspark.engine.sketch import MAX_TOKENS, NUM_NUMBERS, sketch
+from dspark.plan.classes import PromptClasses
+from dspark.plan.gains import MAX_CLASSES, Gains
+from dspark.plan.history import History
+
+
+def prompt(rng, topic, *, length=80):
+    """Half of a topic's own thirty words, half of words that all prompts share, behind the same template."""
+    words = [
+        1000 * topic + rng.randrange(30) if rng.random() < 0.5 else 90_000 + rng.randrange(200) for _ in range(length)
+    ]
+    return [7, 8, 9, *words]
+
+
+def test_prompts_of_a_kind_get_a_class():
+    rng, classes = random.Random(0), PromptClasses()
+    found = [(topic, classes.assign(sketch(prompt(rng, topic)))) for topic in [1, 2, 3, 4] * 60]
+    last = found[120:]
+    by_class = {}
+    for topic, name in last:
+        by_class.setdefault(name, []).append(topic)
+    pure = sum(max(topics.count(topic) for topic in set(topics)) for topics in by_class.values())
+    assert pure >= 0.95 * len(last)
+    assert 4 <= len(classes.centres) <= 16
+
+
+def test_classes_are_bounded_and_sketches_have_one_length():
+    rng, classes = random.Random(1), PromptClasses(max_classes=3)
+    assert {classes.assign(sketch(prompt(rng, topic))) for topic in range(40)} <= {0, 1, 2}
+    with pytest.raises(ValueError):
+        classes.assign([1.0])
+
+
+def test_a_sketch_is_near_for_prompts_that_share_words_and_short_for_long_ones():
+    rng = random.Random(2)
+    one, two, other = (sketch(prompt(rng, topic)) for topic in (1, 1, 2))
+
+    def cosine(a, b):
+        return sum(x * y for x, y in zip(a, b)) / (sum(x * x for x in a) * sum(y * y for y in b)) ** 0.5
+
+    assert len(one) == NUM_NUMBERS and cosine(one, two) > cosine(one, other) + 0.2
+    words = prompt(rng, 1, length=3 * MAX_TOKENS)
+    assert sketch(words) == sketch([*words[: MAX_TOKENS // 2], *words[-MAX_TOKENS // 2 :]])
+    assert sketch([5]) == sketch((5,)) and any(sketch([2**31 - 1]))
+
+
+def test_gains_start_as_the_class_and_follow_the_request():
+    gains = Gains()
+    assert gains.expected(1) == (1.0, 3.0)
+    for seq_id in range(60):
+        gains.begin(seq_id, "easy" if seq_id % 2 else "hard")
+        for _ in range(10):
+            gains.update(seq_id, num_verified=5, num_accepted=4 if seq_id % 2 else 0)
+        gains.forget(seq_id)
+    for seq_id, name in ((100, "easy"), (101, "hard"), (102, "new")):
+        gains.begin(seq_id, name)
+    assert gains.expected(100)[0] > 3.7 and gains.expected(101)[0] < 0.3 and 1 < gains.expected(102)[0] < 3
+    for _ in range(8):
+        gains.update(100, num_verified=2, num_accepted=0)
+    assert gains.expected(100)[0] < 2 and gains.expected(100)[1] < 4
+    assert set(gains.rows) == {100}
+
+
+def test_gains_are_bounded():
+    gains = Gains()
+    for seq_id in range(2 * MAX_CLASSES):
+        gains.begin(seq_id, str(seq_id))
+        gains.update(seq_id, num_verified=1, num_accepted=1)
+        gains.forget(seq_id)
+    assert len(gains.classes) == MAX_CLASSES and not gains.rows and not gains.class_of
+
+
+def taught():
+    history, rng = History(), random.Random(3)
+    for seq_id in range(12):
+        history.begin(seq_id, task="chat" if seq_id % 3 == 0 else None, sketch=sketch(prompt(rng, seq_id % 4)))
+        for _ in range(5):
+            history.acceptance.update(seq_id, "suffix", [0.8, 0.5], num_verified=2, num_accepted=rng.randrange(3))
+            history.gains.update(seq_id, num_verified=2, num_accepted=1)
+        history.forget(seq_id)
+    return history
+
+
+def test_the_class_is_the_callers_word_or_found_or_none():
+    history = History()
+    assert history.begin(1, task="tenant 7", sketch=[1.0, 0.0]) == "tenant 7"
+    assert history.begin(2, sketch=[1.0, 0.0]) == "#0"
+    assert history.begin(3) == ""
+
+
+def test_what_is_saved_is_what_is_loaded(tmp_path):
+    history, file = taught(), tmp_path / "history.json"
+    history.save(file)
+    again = History.load(file)
+    assert again.as_dict() == history.as_dict()
+    words = sketch(prompt(random.Random(4), 2))
+    for each in (history, again):
+        assert each.begin(99, sketch=words).startswith("#")
+    assert again.acceptance.survival(99, "suffix", [0.7]) == history.acceptance.survival(99, "suffix", [0.7])
+    assert again.gains.expected(99) == history.gains.expected(99)
+    assert [path.name for path in tmp_path.iterdir()] == ["history.json"]
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    (
+        lambda values: values.pop("format"),
+        lambda values: values.pop("gains"),
+        lambda values: values["gains"].update(overall=[2.0, 1.0, 1.0]),
+        lambda values: values["gains"].update(classes={"a": [1.0]}),
+        lambda values: values["classes"].update(centres=[[1.0]]),
+        lambda values: values["classes"].pop("mean"),
+        lambda values: values["acceptance"].pop("blind"),
+    ),
+)
+def test_files_that_are_not_a_history_are_refused_by_name(tmp_path, spoil):
+    values, file = taught().as_dict(), tmp_path / "history.json"
+    spoil(values)
+    file.write_text(json.dumps(values))
+    with pytest.raises(ValueError, match=r"history\.json: not a history"):
+        History.load(file)
+
+
+@pytest.mark.parametrize("content", ("", "[]", "{"))
+def test_other_files_are_refused_by_name(tmp_path, content):
+    file = tmp_path / "history.json"
+    file.write_text(content)
+    with pytest.raises(ValueError, match=r"history\.json: not a history"):
+        History.load(file)
+    with pytest.raises(ValueError, match="no such file"):
+        History.load(tmp_path / "missing.json")

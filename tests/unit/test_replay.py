@@ -1,0 +1,134 @@
+"""Replay: a record under "shadow" replayed under a policy is what the engine does under that policy."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from dspark.engine.recording import costs as recorded_costs
+from dspark.model.runner import build_runner
+from dspark.observe import ProfileLog
+from dspark.params import SamplingParams
+from dspark.plan.cost import CostTable
+from dspark.plan.gains import Gains
+from dspark.plan.replay import (
+    Answer,
+    Chance,
+    Costs,
+    answer_from_dict,
+    costs_from_dict,
+    policy_replay,
+    replay,
+)
+from tests.fakes import ScriptedDrafter, make_engine, random_prompts, run
+from tests.tiny_models import tiny_model
+from tests.unit.test_speculator import speculator
+
+VOCAB = 96
+PROMPTS = random_prompts(8, vocab_size=VOCAB, seed=5)
+STEEP = CostTable([(1, 1.0), (4, 1.3), (8, 2.4)])
+DRAFT = CostTable([(1, 0.2)])
+
+
+@pytest.fixture(scope="module")
+def runner():
+    return build_runner(tiny_model("qwen2", vocab_size=VOCAB), path="torch")
+
+
+@pytest.fixture(scope="module")
+def guess(runner):
+    """Right but at every fifth position of some answers and every second of the others."""
+    params = SamplingParams(temperature=0, max_tokens=40)
+    answers = {tuple(p): run(make_engine(runner), [p], params)[0].output_token_ids for p in PROMPTS}
+
+    def draft(row, limit):
+        prompt = tuple(row.tokens[: row.num_prompt])
+        every = 5 if PROMPTS.index(list(prompt)) % 2 else 2
+        at = len(row.tokens) - row.num_prompt
+        return [(token + (place % every == 0)) % VOCAB for place, token in enumerate(answers[prompt][at:], at)][:limit]
+
+    return draft
+
+
+class StoppingDrafter(ScriptedDrafter):
+    """One that pays for each token: it stops after the token whose survival falls below the floor."""
+
+    def propose(self, rows, limits, *, floors=None, masks=None):
+        drafts = super().propose(rows, limits)
+        lengths = [sum(alive >= floor for alive in d.survival) + 1 for d, floor in zip(drafts, floors)]
+        return [draft.prefix(length) for draft, length in zip(drafts, lengths)]
+
+
+def params():
+    return SamplingParams(temperature=0, max_tokens=40, speculation={"task": "t"})
+
+
+def recorded(runner, guess, path, *, draft_cost):
+    made = speculator(ScriptedDrafter(guess, survival=0.75), policy="shadow", cost=STEEP, draft_cost=draft_cost)
+    engine = make_engine(runner, speculator=made)
+    log = ProfileLog(path, header={"costs": recorded_costs(made)})
+    engine.row_sinks.append(log)
+    for prompt in PROMPTS:
+        run(engine, [prompt], params())
+    log.close()
+    head, *lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return costs_from_dict(head["costs"]), [answer_from_dict(line) for line in lines]
+
+
+@pytest.mark.parametrize("policy", ("fixed", "confidence", "heuristic", "adaptive"))
+@pytest.mark.parametrize("draft_cost", (None, DRAFT), ids=("free", "by token"))
+def test_a_replay_does_what_the_engine_does(runner, guess, tmp_path, policy, draft_cost):
+    costs, answers = recorded(runner, guess, tmp_path / "profile.jsonl", draft_cost=draft_cost)
+    drafter = (StoppingDrafter if draft_cost else ScriptedDrafter)(guess, survival=0.75)
+    made = speculator(drafter, policy=policy, cost=STEEP, draft_cost=draft_cost)
+    engine = make_engine(runner, speculator=made)
+    records = [run(engine, [prompt], params())[0].record for prompt in PROMPTS]
+    under = policy_replay(policy, costs, max_tokens=6)
+    outcomes = [under.run(answer) for answer in answers]
+    for outcome, record in zip(outcomes, records):
+        assert outcome.tokens == record.num_emitted - 1, "the first token is the prompt's"
+        assert (outcome.steps, outcome.accepted) == (record.num_steps - 1, record.num_accepted)
+        assert (outcome.drafted, outcome.verified) == (record.num_drafted, record.num_verified)
+
+
+def answer(holds, *, num_tokens=40, source="x", claims=(0.9, 0.8, 0.7), **fields):
+    drafts = {at: Chance(source=source, claims=claims, holds=holds) for at in range(1, num_tokens - 1)}
+    return Answer(id="a", num_tokens=num_tokens, drafts=drafts, **fields)
+
+
+def test_seconds_are_those_of_the_tables():
+    costs = Costs(target=CostTable([(1, 1.0), (4, 1.5)]), draft=DRAFT, block_sources=("x",))
+    outcome = policy_replay("fixed", costs, max_tokens=3).run(answer(3, num_tokens=13))
+    assert outcome.steps == 3 and outcome.accepted == 9
+    assert outcome.seconds == pytest.approx(3 * (1.5 + 0.2))
+    assert outcome.speedup == pytest.approx(12 / outcome.seconds)
+
+
+def test_adaptive_beats_each_fixed_length_on_mixed_traffic_and_never_loses_to_plain():
+    costs = Costs(target=STEEP, draft=CostTable([(1, 0.3)]), block_sources=("x",))
+    traffic = [answer(3 if i % 2 else 0, task="good" if i % 2 else "bad") for i in range(60)]
+    adaptive = replay(traffic, policy_replay("adaptive", costs, max_tokens=3))
+    fixed = [replay(traffic, policy_replay("fixed", costs, max_tokens=k)) for k in (1, 2, 3)]
+    assert all(adaptive[""].seconds < outcome[""].seconds for outcome in fixed)
+    assert adaptive["bad"].speedup > 0.98 > max(outcome["bad"].speedup for outcome in fixed)
+    assert Gains().expected(0)[0] > 0, "a block is tried before anything is known"
+
+
+def test_positions_without_a_draft_of_their_own_have_the_rest_of_the_one_before():
+    drafts = {1: Chance(source="x", claims=(0.8, 0.4, 0.1), holds=2)}
+    table = Answer(id="a", num_tokens=8, drafts=drafts).by_position()
+    assert [chance and chance.holds for chance in table] == [None, 2, 1, 0, None, None, None, None]
+    assert table[2].claims == pytest.approx([0.5, 0.125])
+
+
+@pytest.mark.parametrize("value", ({}, {"id": 1}, {"steps": 3}, {"id": "a", "num_tokens": "x", "steps": []}))
+def test_lines_that_are_no_answers_are_refused(value):
+    with pytest.raises(ValueError, match="not an answer of a profile"):
+        answer_from_dict(value)
+
+
+@pytest.mark.parametrize("value", ({}, {"draft": None, "target": 3}, {"draft": 1, "target": [[1, 1.0]]}))
+def test_costs_that_are_none_are_refused(value):
+    with pytest.raises(ValueError, match="holds no costs"):
+        costs_from_dict(value)
