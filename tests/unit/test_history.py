@@ -70,6 +70,35 @@ def test_gains_start_as_the_class_and_follow_the_request():
     assert set(gains.rows) == {100}
 
 
+def test_what_a_request_and_a_class_were_like_fades_while_no_block_is_drafted():
+    """Blocks stop where they did badly: without fading nothing would ever say that the text has become easy again."""
+    gains = Gains()
+    gains.begin(1, "c")
+    for _ in range(30):
+        gains.update(1, num_verified=2, num_accepted=0)
+    low = gains.expected(1)[0]
+    for _ in range(20):
+        gains.rest(1)
+    assert gains.expected(1)[0] > 2 * low
+    overall = gains.overall.accepted / gains.overall.steps
+    for _ in range(1000):
+        gains.rest(1)
+    assert gains.expected(1)[0] == pytest.approx(overall, rel=0.01)
+    gains.rest(77)
+
+
+def test_learning_counts_blocks_whose_drafts_were_all_cut_and_rests_without_one():
+    history = History()
+    history.begin(1, task="t")
+    history.learn(1, "dspark", (0.1,), num_verified=0, num_accepted=0, block=True)
+    assert history.gains.rows[1].steps == 1
+    history.learn(1, "suffix", (0.9, 0.8), num_verified=2, num_accepted=1)
+    assert history.gains.rows[1].steps < 1 and history.acceptance.requests[1].rows["suffix"].sighted != 0
+    before = abs(history.acceptance.requests[1].rows["suffix"].sighted)
+    history.learn(1, "", (), num_verified=0, num_accepted=0)
+    assert 0 < abs(history.acceptance.requests[1].rows["suffix"].sighted) < before
+
+
 def test_gains_are_bounded():
     gains = Gains()
     for seq_id in range(2 * MAX_CLASSES):

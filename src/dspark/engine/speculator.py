@@ -108,9 +108,8 @@ class Speculator:
             return
         counts = {"num_verified": len(kept.tokens), "num_accepted": verdict.num_accepted}
         plan.policy.update(seq_id, **counts)
-        self.history.acceptance.update(seq_id, kept.source, kept.survival, **counts)
-        if draft.tokens and draft.source in self.block_sources:
-            self.history.gains.update(seq_id, **counts)
+        block = draft.source in self.block_sources
+        self.history.learn(seq_id, draft.source, draft.survival, block=block, **counts)
 
     def _planned_draft_seconds(self, works: Seq[Work], drafts: Seq[Draft]) -> float:
         """Draft time as foreseen *before* drafting. The time really spent depends on how far each row drafted, and so

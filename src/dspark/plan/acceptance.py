@@ -18,13 +18,16 @@ NUM_BUCKETS = 4
 """Positions 0, 1, 2 and all further ones have offsets of their own."""
 LAST = NUM_BUCKETS - 1
 LEAST, MOST = 0.002, 0.998
-RATE = 0.35
-"""Step of AdaGrad (Duchi et al. 2011) for what all requests share, and for classes."""
+RATE = 0.1
+"""Step of AdaGrad (Duchi et al. 2011) for what all requests share."""
+CLASS_RATE = 0.25
 FIRST_SQUARES = 0.25
 """Sum of squared gradients before the first one: what is known at the start is not thrown over by one verdict."""
-CLASS_PULL = 0.002
-ROW_RATE = 0.3
-ROW_PULL = 0.03
+CLASS_PULL = 0.05
+SIGHTED_ROW_RATE, BLIND_ROW_RATE = 0.1, 0.25
+ROW_PULL = 0.05
+IDLE_PULL = 0.1
+"""Of a request's own offsets for each step in which nothing of it was verified: they grow old."""
 MAX_CLASSES = 256
 
 
@@ -46,9 +49,10 @@ class _Offsets:
     values: list[float] = field(default_factory=lambda: [0.0] * NUM_BUCKETS)
     squares: list[float] = field(default_factory=lambda: [FIRST_SQUARES] * NUM_BUCKETS)
 
-    def move(self, bucket: int, gradient: float, pull: float = 0.0) -> None:
+    def move(self, bucket: int, gradient: float, *, rate: float, pull: float = 0.0) -> None:
+        """By AdaGrad; `pull`: of its own size towards 0 (a ridge penalty)."""
         squares = self.squares[bucket] = self.squares[bucket] + gradient * gradient
-        self.values[bucket] = self.values[bucket] * (1 - pull) + RATE * gradient / math.sqrt(squares)
+        self.values[bucket] += rate / math.sqrt(squares) * (gradient - pull * self.values[bucket])
 
 
 @dataclass
@@ -81,13 +85,13 @@ class _Regression:
         score = self.positions.values[bucket] + weights[0] * claim
         error = held - logistic(score)
         self._weigh(0, error * claim)
-        self.positions.move(bucket, error)
+        self.positions.move(bucket, error, rate=RATE)
         offsets = self.classes.get(prompt_class)
         if offsets is None and len(self.classes) < MAX_CLASSES:
             offsets = self.classes[prompt_class] = _Offsets()
         if offsets is not None:
             score += offsets.values[bucket]
-            offsets.move(bucket, held - logistic(score), CLASS_PULL)
+            offsets.move(bucket, held - logistic(score), rate=CLASS_RATE, pull=CLASS_PULL)
         score += weights[1] * surprise
         self._weigh(1, (held - logistic(score)) * surprise)
         return held - logistic(score + of_row)
@@ -160,6 +164,14 @@ class AcceptanceModel:
             found.append(alive)
         return found
 
+    def rest(self, seq_id: int) -> None:
+        """A step of the request in which nothing was verified."""
+        if (request := self.requests.get(seq_id)) is not None:
+            for row in request.rows.values():
+                row.sighted *= 1 - IDLE_PULL
+                row.blind *= 1 - IDLE_PULL
+                row.surprise *= 1 - IDLE_PULL
+
     def update(
         self, seq_id: int, source: str, claims: Sequence[float], *, num_verified: int, num_accepted: int
     ) -> None:
@@ -175,9 +187,9 @@ class AcceptanceModel:
             held, bucket = float(j < num_accepted), j if j < LAST else LAST
             stated = logit(claim / before if before > 0 else 0.0)
             error = sighted.learn(stated, row.surprise, bucket, prompt_class, of_row=row.sighted, held=held)
-            row.sighted = row.sighted * (1 - ROW_PULL) + ROW_RATE * error
+            row.sighted = row.sighted * (1 - ROW_PULL) + SIGHTED_ROW_RATE * error
             error = blind.learn(0.0, row.surprise, bucket, prompt_class, of_row=row.blind, held=held)
-            row.blind = row.blind * (1 - ROW_PULL) + ROW_RATE * error
+            row.blind = row.blind * (1 - ROW_PULL) + BLIND_ROW_RATE * error
             before, surprises = claim, surprises + error
         row.surprise = surprises / len(looked_at)
 

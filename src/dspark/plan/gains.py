@@ -13,7 +13,11 @@ FIRST_GUESS = 1.0
 """Accepted drafts of a block, before anything is known; three times as many verified."""
 PRIOR_WEIGHT = 4.0
 ROW_DECAY = 0.9
+IDLE_DECAY = 0.8
+"""Of a request's own sums for each step without a block: what it was like says ever less of what it is like."""
 CLASS_DECAY = 0.98
+CLASS_IDLE_DECAY = 0.99
+"""The same of a class: what it is known by are the steps with a block, which stop where it does badly."""
 OVERALL_DECAY = 0.995
 MAX_CLASSES = 256
 
@@ -27,9 +31,15 @@ class _Record:
     steps: float = 0.0
 
     def add(self, accepted: int, verified: int, *, decay: float) -> None:
-        self.accepted = self.accepted * decay + accepted
-        self.verified = self.verified * decay + verified
-        self.steps = self.steps * decay + 1
+        self.fade(decay)
+        self.accepted += accepted
+        self.verified += verified
+        self.steps += 1
+
+    def fade(self, decay: float) -> None:
+        self.accepted *= decay
+        self.verified *= decay
+        self.steps *= decay
 
     def shrunk(self, accepted: float, verified: float) -> tuple[float, float]:
         """Means, as if PRIOR_WEIGHT steps of `accepted` and `verified` had been seen as well."""
@@ -72,6 +82,13 @@ class Gains:
         if prompt_class in self.classes or len(self.classes) < MAX_CLASSES:
             record = self.classes.setdefault(prompt_class, _Record())
             record.add(num_accepted, num_verified, decay=CLASS_DECAY)
+
+    def rest(self, seq_id: int) -> None:
+        """A step without a block."""
+        if (record := self.rows.get(seq_id)) is not None:
+            record.fade(IDLE_DECAY)
+        if (record := self.classes.get(self.class_of.get(seq_id, ""))) is not None:
+            record.fade(CLASS_IDLE_DECAY)
 
     def as_dict(self) -> dict[str, Any]:
         """What all requests share, as JSON values."""

@@ -32,6 +32,28 @@ class History:
         self.gains.begin(seq_id, prompt_class)
         return prompt_class
 
+    def learn(
+        self,
+        seq_id: int,
+        source: str,
+        claims: Sequence[float],
+        *,
+        num_verified: int,
+        num_accepted: int,
+        block: bool = False,
+    ) -> None:
+        """The end of a step in which the request was allowed drafts: of `claims`, those of all that `source` drafted,
+        the first `num_verified` were looked at. `block`: the drafter had to be paid for the whole of it."""
+        counts = {"num_verified": num_verified, "num_accepted": num_accepted}
+        if num_verified:
+            self.acceptance.update(seq_id, source, claims, **counts)
+        else:
+            self.acceptance.rest(seq_id)
+        if block and claims:
+            self.gains.update(seq_id, **counts)
+        else:
+            self.gains.rest(seq_id)
+
     def forget(self, seq_id: int) -> None:
         """The request has ended; what it taught stays."""
         self.acceptance.forget(seq_id)

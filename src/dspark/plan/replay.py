@@ -142,6 +142,7 @@ class Replay:
         size = min(room, limit.max_tokens)
         if chance is None or not size or (limit.thrifty and not self._block_pays(seq_id, chance)):
             self.policy.update(seq_id, num_verified=0, num_accepted=0)
+            self.history.learn(seq_id, "", (), num_verified=0, num_accepted=0)
             return target.seconds(1), 0, 0, 0
         claims = self._drawn(chance, size, limit.floor)
         survival = self.history.acceptance.survival(seq_id, chance.source, claims)
@@ -153,9 +154,8 @@ class Replay:
         accepted = min(keep, chance.holds)
         counts = {"num_verified": keep, "num_accepted": accepted}
         self.policy.update(seq_id, **counts)
-        self.history.acceptance.update(seq_id, chance.source, claims, **counts)
-        if chance.source in self.costs.block_sources:
-            self.history.gains.update(seq_id, **counts)
+        block = chance.source in self.costs.block_sources
+        self.history.learn(seq_id, chance.source, claims, block=block, **counts)
         drafting = self.costs.draft_seconds(chance.source, len(claims))
         return drafting + target.seconds(1 + keep), len(claims), keep, accepted
 
