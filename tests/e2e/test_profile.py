@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from dspark.bench.profile import interleave, read_profile
+from dspark.bench.data import interleave
+from dspark.bench.profile import read_profile
 from dspark.cli import main
 from tests.tiny_folder import tiny_folder
 

@@ -280,7 +280,7 @@ def planned_rounds(
     """Several rounds under a policy of dspark's, with its memory: limit, draft, judge, keep, verify, learn."""
     history = plan_history.History()
     history.begin(0)
-    cost = CostTable([(1, 1.0), (2, 1.15), (3, 1.9)])
+    cost = CostTable([(1, 1.0), (2, 1.5), (3, 1.9)])
     foresee = lambda seq_id, k: history.acceptance.foresee(seq_id, "x", k)  # noqa: E731
     inputs = PolicyInputs(max_tokens=2, threshold=0.6, foresee=foresee, cost=cost, draft_cost=CostTable([(1, 0.05)]))
     policy = build_policies(inputs)[policy_name]

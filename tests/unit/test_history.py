@@ -79,9 +79,9 @@ def test_what_a_request_and_a_class_were_like_fades_while_no_block_is_drafted():
     low = gains.expected(1)[0]
     for _ in range(20):
         gains.rest(1)
-    assert gains.expected(1)[0] > 2 * low
+    assert gains.expected(1)[0] > 1.5 * low
     overall = gains.overall.accepted / gains.overall.steps
-    for _ in range(1000):
+    for _ in range(10_000):
         gains.rest(1)
     assert gains.expected(1)[0] == pytest.approx(overall, rel=0.01)
     gains.rest(77)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dspark.config import POLICIES
 from dspark.plan.budget import choose
-from dspark.plan.cost import CostTable, profile
+from dspark.plan.cost import CostTable, PacedTable, profile
 from dspark.plan.length import (
     FIRST_HEURISTIC,
     PROBE_EVERY,
@@ -41,6 +41,19 @@ def test_cost_refuses_nonsense(points):
 def test_profile_takes_the_fastest():
     times = itertools.cycle([3.0, 1.0, 2.0])
     assert all(seconds == 1.0 for _, seconds in profile(lambda rows: next(times), max_rows=2, repetitions=3).points)
+
+
+def test_paced_costs_follow_the_clock_and_bear_hiccups():
+    table = PacedTable(CostTable([(1, 1.0), (4, 2.0)]))
+    assert table.seconds(4) == 2.0 and table.points == [(1, 1.0), (4, 2.0)]
+    for _ in range(200):
+        table.observe(1, 1.5)
+    assert table.seconds(4) == pytest.approx(3.0, rel=0.01)
+    table.observe(1, 1e6)
+    assert table.seconds(1) < 1.7
+    for _ in range(200):
+        table.observe(4, 6.0, passes=3)
+    assert table.seconds(1) == pytest.approx(1.0, rel=0.01)
 
 
 def test_choose_takes_all_when_flat_and_none_when_linear():

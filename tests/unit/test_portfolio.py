@@ -48,32 +48,23 @@ def verdict(accepted, verified=3):
 
 
 class Prices:
-    """A target pass is 1 and `row` more for each row after the first, a draft pass of the head `price`; on the clock
-    the head takes `slower` times as long."""
+    """A target pass is 1 and `row` more for each row after the first, a draft pass of the head `price`."""
 
-    def __init__(self, *, head, row=0.0, slower=1.0):
-        self.price, self.row, self.slower = head, row, slower
-        self.now = self.asked = 0.0
+    def __init__(self, *, head, row=0.0):
+        self.price, self.row = head, row
 
     def target(self, rows):
-        self.asked = 1 + self.row * (rows - 1)
-        return self.asked
+        return 1 + self.row * (rows - 1)
 
     def head(self, greedy, sampled):
         assert greedy + sampled > 0
-        self.asked = self.slower * self.price
         return self.price
 
-    def clock(self):
-        """What was last asked for has just been done."""
-        self.now += self.asked
-        return self.now
 
-
-def make(*, head=(0.9, 0.8, 0.7), lookup=(), price=0.2, row=0.0, slower=1.0, first=70, **settings):
+def make(*, head=(0.9, 0.8, 0.7), lookup=(), price=0.2, row=0.0, first=70, **settings):
     parts = Fixed("dspark", head), Fixed("suffix", lookup, first=first)
-    prices, gains = Prices(head=price, row=row, slower=slower), Gains()
-    settings = {"lookup": parts[1], "costs": prices, "clock": prices.clock, "expected": gains.expected} | settings
+    prices, gains = Prices(head=price, row=row), Gains()
+    settings = {"lookup": parts[1], "costs": prices, "expected": gains.expected} | settings
     portfolio = Portfolio(parts[0], **settings)
     portfolio.gains = gains
     return portfolio, *parts
@@ -118,25 +109,6 @@ def test_rows_that_the_target_must_verify_are_part_of_the_price(row_price, verif
     run(portfolio, 30, 1, 0, verified=verified)
     assert (len(head.asked) == 30) == drafts
     assert drafts or len(head.asked) < 10
-
-
-@pytest.mark.parametrize("slower, drafts", ((1.0, True), (4.0, False)))
-def test_costs_follow_the_clock(slower, drafts):
-    """1.5 tokens a step for 1.2 passes by the table; the head takes 0.8 of a pass when it is four times as slow."""
-    portfolio, head, _ = make(slower=slower)
-    run(portfolio, 100, 1, 0)
-    assert portfolio.pace.head == pytest.approx(1.0) if drafts else portfolio.pace.head > 2  # then it is not asked
-    assert portfolio.pace.target == pytest.approx(1.0)
-    assert (len(head.asked) == 100) == drafts
-
-
-def test_steps_with_prompt_chunks_are_not_timed():
-    portfolio, *_ = make()
-    for num_tokens, ratio in ((4, 1.0), (500, 1.0)):
-        portfolio.propose([row(1)], [4])
-        portfolio.costs.now += 100 if num_tokens > 4 else 0
-        portfolio.observe([row(1)], [verdict(1)], SimpleNamespace(packed=SimpleNamespace(num_tokens=num_tokens)))
-        assert portfolio.pace.target == pytest.approx(ratio)
 
 
 def test_a_lookup_counts_with_the_survival_that_its_drafts_turned_out_to_have():

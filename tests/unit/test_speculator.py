@@ -12,7 +12,7 @@ from dspark.engine.speculator import Speculator
 from dspark.model.runner import build_runner
 from dspark.observe import ProfileLog
 from dspark.params import RequestSpeculation, SamplingParams
-from dspark.plan.cost import CostTable
+from dspark.plan.cost import CostTable, PacedTable
 from dspark.plan.history import History
 from dspark.plan.length import PolicyInputs, build_policies
 from dspark.plan.replay import answer_from_dict, costs_from_dict
@@ -35,8 +35,12 @@ def answers(runner):
     return {tuple(p): run(make_engine(runner), [p], params)[0].output_token_ids for p in PROMPTS}
 
 
-def speculator(drafter, *, policy="adaptive", max_tokens=6, cost=FLAT, draft_cost=None):
+def speculator(drafter, *, policy="adaptive", max_tokens=6, cost=FLAT, draft_cost=None, paced=False):
     history = History()
+    cost, draft_cost = PacedTable(cost), draft_cost and PacedTable(draft_cost)
+    for table in (cost, draft_cost):
+        if table is not None and not paced:
+            table.observe = lambda *args, **kwargs: None  # decisions of a test must not hang on the clock
     inputs = PolicyInputs(
         max_tokens=max_tokens,
         threshold=0.4,
@@ -102,20 +106,25 @@ def test_a_task_teaches_the_next_request_of_it(runner, answers):
         lambda row, n: right(row, n) if tuple(row.tokens[: row.num_prompt]) in easy else wrong(row, n)
     )
     engine = make_engine(runner, speculator=speculator(drafter, draft_cost=CostTable([(1, 0.4)])))
-    for _ in range(8):
+    shares = {"easy": [0, 0], "hard": [0, 0]}
+
+    def count(step):
+        if step.position:
+            shares[step.seq.prompt_class][0] += bool(step.tokens)
+            shares[step.seq.prompt_class][1] += 1
+
+    for turn in range(8):
+        if turn == 4:
+            engine.row_sinks.append(count)
         for i, prompt in enumerate(PROMPTS):
             run(engine, [prompt], params({"task": "easy" if i < 3 else "hard"}))
-    limits = {}
-    for task in ("easy", "hard"):
+    foreseen = {}
+    for task in shares:
         engine.speculator.history.begin(-1, task=task)
-        foreseen = engine.speculator.history.acceptance.foresee(-1, drafter.name, 4)
-        limits[task] = foreseen[0]
-        steps = []
-        engine.row_sinks[:] = [steps.append]
-        run(engine, [PROMPTS[0]], params({"task": task}))
-        first = next(step for step in steps if step.position)
-        assert (first.limit > 2) == (task == "easy")
-    assert limits["easy"] > 0.8 > 0.4 > limits["hard"], "0.4 is what a draft must be accepted to pay"
+        foreseen[task] = engine.speculator.history.acceptance.foresee(-1, drafter.name, 1)[0]
+    assert foreseen["easy"] > 0.9 > 0.41 > foreseen["hard"], "0.4 is what a draft must be accepted to pay"
+    assert shares["easy"][0] > 0.75 * shares["easy"][1], "all but the ends of answers"
+    assert shares["hard"][0] < 0.05 * shares["hard"][1]
 
 
 def test_row_steps_add_up_and_name_the_policy(runner, answers):
@@ -176,3 +185,17 @@ def test_controls_are_read_in_every_spelling():
     control = RequestSpeculation(max_tokens=3, task="a", policy="fixed")
     assert SamplingParams(speculation=control).control is control
     assert SamplingParams(speculation={"max_tokens": 3, "task": "a", "policy": "fixed"}).control == control
+
+
+def test_costs_follow_the_steps_but_not_those_with_prompt_chunks(runner, answers):
+    made = speculator(ScriptedDrafter(perfect(answers), survival=0.8), draft_cost=CostTable([(1, 0.1)]), paced=True)
+    engine = make_engine(runner, speculator=made)
+    add(engine, PROMPTS[0], params(), seq_id=0)
+    engine.step()
+    assert made.cost.ratio == made.draft_cost.ratio == 1.0
+    engine.step()
+    ratios = made.cost.ratio, made.draft_cost.ratio
+    assert ratios[0] < 1 and ratios[1] < 1, "a tiny model takes less than a second"
+    add(engine, PROMPTS[1], params(), seq_id=1)
+    engine.step()
+    assert (made.cost.ratio, made.draft_cost.ratio) == ratios

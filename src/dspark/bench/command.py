@@ -56,6 +56,7 @@ def _add_subject(add: Callable[..., Any]) -> None:
     add("--peer", action="append", choices=PEERS, default=[], help=peer)
     add("--tasks", metavar="LIST", help="only these tasks, comma-separated")
     add("--per-task", type=int, metavar="N", help="the first N prompts of each task (all)")
+    add("--interleave", action="store_true", help="prompts of the tasks in turns, as mixed traffic comes")
 
 
 def _add_measure(add: Callable[..., Any]) -> None:
@@ -90,7 +91,7 @@ def run(args: argparse.Namespace, *, progress: Progress | None = None, argv: Seq
     `progress` is handed to the model's loader. `argv` is the command for the record (sys.argv).
     Raises ValueError, one line, for bad input.
     """
-    from dspark.bench.data import load_rows
+    from dspark.bench.data import interleave, load_rows
     from dspark.bench.harness import BenchSettings, run_bench
     from dspark.bench.report import text_report
     from dspark.bench.summary import summarise
@@ -108,6 +109,8 @@ def run(args: argparse.Namespace, *, progress: Progress | None = None, argv: Seq
     _require_matplotlib()
     tasks = [task.strip() for task in args.tasks.split(",") if task.strip()] if args.tasks else None
     rows = load_rows(args.data, per_task=args.per_task, tasks=tasks)
+    if args.interleave:
+        rows = interleave(rows)
     llm = load_llm(args, progress=progress)
     result = run_bench(
         llm,

@@ -50,6 +50,15 @@ def load_rows(
     return kept
 
 
+def interleave(rows: Sequence[PromptRow]) -> list[PromptRow]:
+    """The first row of each task, then the second of each, as mixed traffic comes."""
+    by_task: dict[str, list[PromptRow]] = {}
+    for row in rows:
+        by_task.setdefault(row.task, []).append(row)
+    longest = max((len(listed) for listed in by_task.values()), default=0)
+    return [listed[i] for i in range(longest) for listed in by_task.values() if i < len(listed)]
+
+
 def encode_rows(rows: Sequence[PromptRow], tokenizer: Any, *, max_tokens: int = MAX_PROMPT_TOKENS) -> list[list[int]]:
     """Token ids by the model's chat template with the generation prompt, the first `max_tokens` of them.
 

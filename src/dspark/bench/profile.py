@@ -156,7 +156,7 @@ def record(args: argparse.Namespace, llm: Any, params: Any) -> None:
     """Answer every prompt, one at a time, interleaved by task, with each row's task as its own."""
     from dataclasses import replace
 
-    from dspark.bench.data import encode_rows, load_rows
+    from dspark.bench.data import encode_rows, interleave, load_rows
 
     tasks = [task.strip() for task in args.tasks.split(",") if task.strip()] if args.tasks else None
     rows = interleave(load_rows(args.data, per_task=args.per_task, tasks=tasks))
@@ -169,12 +169,3 @@ def record(args: argparse.Namespace, llm: Any, params: Any) -> None:
                 print(f"dspark profile: {number} of {len(rows)} answers recorded", file=sys.stderr, flush=True)
     if args.history is not None:
         llm.save_history(args.history)
-
-
-def interleave(rows: Sequence[Any]) -> list[Any]:
-    """The first row of each task, then the second of each, as mixed traffic comes."""
-    by_task: dict[str, list[Any]] = {}
-    for row in rows:
-        by_task.setdefault(row.task, []).append(row)
-    longest = max((len(listed) for listed in by_task.values()), default=0)
-    return [listed[i] for i in range(longest) for listed in by_task.values() if i < len(listed)]

@@ -6,7 +6,6 @@ All choices are made from the history of the row and of the traffic, and from lo
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -16,8 +15,6 @@ from dspark.types import Draft, Verdict
 PROBE_EVERY = 16
 PROBE_SHARE = 0.005
 """Of the time of a row whose head rests, what may go into asking it again."""
-PACE_RATE = 0.05
-LARGEST_RATIO = 5.0
 
 
 class Costs(Protocol):
@@ -32,35 +29,6 @@ class Costs(Protocol):
         ...
 
 
-class _Pace:
-    """How much longer than the tables say the head and the rest of a step really take, as a running ratio.
-
-    Tables hold the fastest of a few tries; on a busy machine small operations grow more than large ones.
-    """
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self.clock = clock
-        self.head = self.target = 1.0
-        self.since: float | None = None
-
-    def start(self) -> None:
-        self.since = self.clock()
-
-    def drafted(self, expected: float) -> None:
-        """The head is done, which the tables put at so many seconds since `start`."""
-        self.head = self._moved(self.head, expected)
-
-    def stepped(self, expected: float) -> None:
-        """The step is done, which the tables put at so many seconds since the last `start`."""
-        self.target = self._moved(self.target, expected)
-
-    def _moved(self, ratio: float, expected: float) -> float:
-        since, self.since = self.since, None
-        if since is None or expected <= 0:
-            return ratio
-        return ratio + PACE_RATE * (min((self.clock() - since) / expected, LARGEST_RATIO) - ratio)
-
-
 class Portfolio:
     """A head that pays for its drafts, beside a lookup drafter that does not (or None).
 
@@ -69,7 +37,7 @@ class Portfolio:
     row and of its like. The best prefix of the lookup's draft brings 1 + S_k for C(n (1 + k)), S_k the sum of its
     survival as judged; k = 0 is no draft at all. Where both drafted and begin alike, the lookup's draft may take the
     head's place. A row whose head rests is asked again after PROBE_EVERY steps, or as many more as make that
-    PROBE_SHARE of their time. Both costs follow the measured times of earlier steps.
+    PROBE_SHARE of their time.
     """
 
     def __init__(
@@ -80,17 +48,15 @@ class Portfolio:
         expected: Callable[[int], tuple[float, float]] = lambda seq_id: (0.0, 0.0),
         lookup: Drafter | None = None,
         survival: Callable[[int, str, Sequence[float]], Sequence[float]] = lambda seq_id, source, claims: claims,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`costs` None: drafts are free, for fixed lengths. `expected(seq_id)`: drafts of the head that will be
         accepted, and verified, in the row's next step. `survival(seq_id, source, claims)`: what these claims are worth,
-        by what drafts of that source have turned out to be. `clock`: seconds."""
+        by what drafts of that source have turned out to be."""
         self.head = head
         self.lookup = lookup
         self.costs = costs
         self.expected = expected
         self.survival = survival
-        self.pace = _Pace(clock)
         self.name = "auto" if lookup is not None else head.name
         self.confirmed = f"{lookup.name if lookup is not None else ''}+{head.name}"
         """Source of a lookup's drafts that begin as the head's."""
@@ -111,27 +77,20 @@ class Portfolio:
         if self.lookup is not None:
             drafts = self.lookup.propose(rows, limits, floors=floors, masks=masks)
         num_greedy = sum(row.sampler is None or row.sampler.plain_greedy for row in rows)
-        head_seconds = self.pace.head * self._head_seconds(num_greedy, len(rows) - num_greedy)
+        head_seconds = self._head_seconds(num_greedy, len(rows) - num_greedy)
         chosen = [
             i
             for i, (row, limit, draft) in enumerate(zip(rows, limits, drafts))
             if limit > 0 and self._head_pays(row, draft, num_rows=len(rows), head_seconds=head_seconds)
         ]
         if chosen:
-            self.pace.start()
             proposals = self.head.propose([rows[i] for i in chosen], [limits[i] for i in chosen])
-            greedy = sum(rows[i].sampler is None or rows[i].sampler.plain_greedy for i in chosen)
-            self.pace.drafted(self._head_seconds(greedy, len(chosen) - greedy))
             for i, proposal in zip(chosen, proposals):
                 if proposal.tokens:
                     drafts[i] = self._better(rows[i].seq_id, proposal, drafts[i])
-        self.pace.start()
         return drafts
 
     def observe(self, rows: Sequence[DraftRow], verdicts: Sequence[Verdict | None], taps: Taps | None = None) -> None:
-        packed = sum(1 + verdict.num_verified for verdict in verdicts if verdict is not None)
-        if self.costs and packed and (taps is None or taps.packed.num_tokens == packed):  # no prompt chunks
-            self.pace.stepped(self.costs.target(packed))
         self.head.observe(rows, verdicts, taps)
         if self.lookup is not None:
             self.lookup.observe(rows, verdicts)
@@ -177,7 +136,7 @@ class Portfolio:
 
     def _seconds(self, num_rows: int, drafts: float) -> float:
         """Of a step with that many drafts a row, but for the head."""
-        return self.pace.target * self.costs.target(num_rows * (1 + drafts)) if self.costs else 1.0
+        return self.costs.target(num_rows * (1 + drafts)) if self.costs else 1.0
 
     def _head_seconds(self, greedy: int, sampled: int) -> float:
         return self.costs.head(greedy, sampled) if self.costs and greedy + sampled else 0.0

@@ -25,7 +25,7 @@ from dspark.model.cache import KVCache, LayerSpec
 from dspark.model.load import LoadedModel, load_model
 from dspark.model.runner import build_runner
 from dspark.model.tokenizer import Tokenizer
-from dspark.plan.cost import CostTable, profile
+from dspark.plan.cost import CostTable, PacedTable, profile
 from dspark.plan.history import History
 from dspark.plan.length import PolicyInputs, build_policies
 
@@ -156,7 +156,7 @@ def build_speculator(
         return _head_speculator(target, runner, config, speculation, cache=cache, head=head)
     drafter, draft_cost = _build_drafter(target, config, speculation, max_context=max_context)
     num_tokens = speculation.num_speculative_tokens if speculation.method != "none" else 0
-    cost = target.cost(runner, page_size=config.page_size) if _needs_cost(speculation) else None
+    cost = PacedTable(target.cost(runner, page_size=config.page_size)) if _needs_cost(speculation) else None
     return _speculator(drafter, speculation, num_tokens=num_tokens, cost=cost, draft_cost=draft_cost)
 
 
@@ -172,11 +172,13 @@ def _speculator(
     *,
     num_tokens: int,
     history: History | None = None,
-    cost: CostTable | None = None,
-    draft_cost: CostTable | None = None,
+    cost: PacedTable | None = None,
+    draft_cost: PacedTable | None = None,
+    block_costs: HeadCosts | None = None,
     block_sources: tuple[str, ...] = (),
 ) -> Speculator:
-    """With every policy that the measured costs allow. `draft_cost` is a pass a token, but for `block_sources`."""
+    """With every policy that the measured costs allow. `draft_cost` is of a pass a token, `block_costs` of a pass a
+    draft of one of the `block_sources`."""
     history = history or _history(speculation)
     policies = build_policies(
         PolicyInputs(
@@ -184,7 +186,7 @@ def _speculator(
             threshold=speculation.confidence_threshold,
             foresee=lambda seq_id, k: history.acceptance.foresee(seq_id, drafter.name, k),
             cost=cost,
-            draft_cost=None if block_sources else draft_cost,
+            draft_cost=draft_cost,
         )
     )
     return Speculator(
@@ -194,6 +196,7 @@ def _speculator(
         max_tokens=num_tokens,
         cost=cost,
         draft_cost=draft_cost,
+        block_costs=block_costs,
         block_sources=block_sources,
         history=history,
     )
@@ -223,9 +226,9 @@ def _head_speculator(
         free = drafter if lookup is None else Portfolio(drafter, costs=None, lookup=lookup, survival=survival)
         return _speculator(free, speculation, num_tokens=num_tokens, history=history)
     costs = HeadCosts(
-        passes=target.cost(runner, page_size=config.page_size),
-        greedy=measure_head_cost(drafter, num_tokens=num_tokens),
-        sampled=measure_head_cost(drafter, num_tokens=num_tokens, temperature=1.0),
+        passes=PacedTable(target.cost(runner, page_size=config.page_size)),
+        greedy=PacedTable(measure_head_cost(drafter, num_tokens=num_tokens)),
+        sampled=PacedTable(measure_head_cost(drafter, num_tokens=num_tokens, temperature=1.0)),
     )
     portfolio = Portfolio(drafter, costs=costs, expected=history.gains.expected, lookup=lookup, survival=survival)
     return _speculator(
@@ -234,14 +237,14 @@ def _head_speculator(
         num_tokens=num_tokens,
         history=history,
         cost=costs.passes,
-        draft_cost=costs.greedy,
+        block_costs=costs,
         block_sources=(drafter.name, portfolio.confirmed),
     )
 
 
 def _build_drafter(
     target: Target, config: EngineConfig, speculation: SpeculationConfig, *, max_context: int
-) -> tuple[Drafter, CostTable | None]:
+) -> tuple[Drafter, PacedTable | None]:
     settings = speculation.drafter_settings()
     if speculation.method != "model":
         # Without a head for this target "auto" is what is left of it.
@@ -260,7 +263,7 @@ def _build_drafter(
         num_valid_tokens=min(target.facts.num_valid_tokens, draft.facts.num_valid_tokens),
         max_chunk=config.max_num_batched_tokens,
     )
-    cost = draft.cost(runner, page_size=config.page_size) if _needs_cost(speculation) else None
+    cost = PacedTable(draft.cost(runner, page_size=config.page_size)) if _needs_cost(speculation) else None
     return drafter, cost
 
 

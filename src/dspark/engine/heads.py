@@ -17,7 +17,7 @@ from dspark.draft.base import DraftRow, registry
 from dspark.model.cache import KVCache
 from dspark.model.load import resolve
 from dspark.params import SamplingParams
-from dspark.plan.cost import CostTable, profile
+from dspark.plan.cost import CostTable, PacedTable, profile
 from dspark.sampling import Processors, RowSampler
 
 if TYPE_CHECKING:
@@ -119,18 +119,25 @@ def build_head_drafter(
 
 @dataclass(frozen=True, kw_only=True)
 class HeadCosts:
-    """Measured tables for draft/portfolio.Costs: `passes` of the target by packed rows, draft passes by `greedy` and by
+    """Tables for draft/portfolio.Costs: `passes` of the target by packed rows, draft passes by `greedy` and by
     `sampled` rows."""
 
-    passes: CostTable
-    greedy: CostTable
-    sampled: CostTable
+    passes: PacedTable
+    greedy: PacedTable
+    sampled: PacedTable
 
     def target(self, rows: float) -> float:
         return self.passes.seconds(rows)
 
     def head(self, greedy: int, sampled: int) -> float:
         return (self.greedy.seconds(greedy) if greedy else 0.0) + (self.sampled.seconds(sampled) if sampled else 0.0)
+
+    def observe_head(self, greedy: int, sampled: int, seconds: float) -> None:
+        """A draft pass took so long; one over rows of both kinds says nothing of either."""
+        if not sampled:
+            self.greedy.observe(greedy, seconds)
+        elif not greedy:
+            self.sampled.observe(sampled, seconds)
 
 
 def measure_head_cost(drafter: Any, *, num_tokens: int, temperature: float = 0.0) -> CostTable:

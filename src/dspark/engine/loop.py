@@ -96,6 +96,7 @@ class Engine:
         clock.mark("verify")
         stats = self._commit(works, drafts, kept, verdicts, packed, output)
         clock.mark("commit")
+        self.speculator.time(works, drafts, packed=packed.num_tokens, seconds=clock.seconds)
         self._report(stats, packed, clock.seconds)
         return [work.seq for work in works if work.samples]
 

@@ -13,7 +13,7 @@ from dspark.observe import ProfileLog
 if TYPE_CHECKING:
     from dspark.engine.llm import LLM
     from dspark.engine.speculator import Speculator
-    from dspark.plan.cost import CostTable
+    from dspark.plan.cost import PacedTable
 
 
 @contextmanager
@@ -37,14 +37,14 @@ def recorded(llm: LLM, path: str | Path) -> Iterator[None]:
 
 def costs(speculator: Speculator) -> dict[str, Any]:
     """As plan/replay.costs_from_dict reads them: points are [rows, seconds]."""
-    by_token = speculator.draft_cost is not None and not speculator.block_sources
+    blocks, by_token = speculator.block_costs, speculator.draft_cost
     return {
         "target": _points(speculator.cost),
-        "draft": _points(speculator.draft_cost),
+        "draft": _points(by_token if blocks is None else blocks.greedy),
         "block_sources": list(speculator.block_sources),
-        "token_sources": [speculator.drafter.name] if by_token else [],
+        "token_sources": [] if by_token is None else [speculator.drafter.name],
     }
 
 
-def _points(table: CostTable | None) -> list[list[float]] | None:
+def _points(table: PacedTable | None) -> list[list[float]] | None:
     return None if table is None else [[rows, seconds] for rows, seconds in table.points]

@@ -3,19 +3,23 @@ It must never let a draft's own token, or anything that depends on it, decide wh
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from dspark.draft.base import Drafter
+from dspark.engine.heads import HeadCosts
 from dspark.engine.scheduler import Work
 from dspark.engine.sketch import sketch
 from dspark.plan.budget import choose
-from dspark.plan.cost import CostTable
+from dspark.plan.cost import PacedTable
 from dspark.plan.history import History
 from dspark.plan.length import Features, LengthPolicy, Limit
 from dspark.types import Draft, Sequence, Verdict
 
 NO_DRAFTS = Limit(max_tokens=0)
+TARGET_PHASES = ("plan", "pack", "run", "verify", "commit")
+"""Phases whose time goes with the rows of the target's pass."""
 
 
 @dataclass(kw_only=True)
@@ -34,16 +38,18 @@ class Speculator:
     """What speculation needs, in one place.
 
     `policies` by name, `policy` the one of requests that name none. `max_tokens`: the largest draft of any row and
-    step. `cost`: of a target pass; None where no policy leaves the length to the budget. `draft_cost`: seconds of one
-    draft pass by rows; drafts whose source is one of `block_sources` need one a step, others one a token.
+    step. `cost`: of a target pass by packed rows; None where no policy leaves the length to the budget. `draft_cost`:
+    of a draft pass by rows, for a drafter that needs one a token; `block_costs`: for drafts whose source is one of
+    `block_sources`, which need one a draft. All costs follow the clock.
     """
 
     drafter: Drafter
     policies: dict[str, LengthPolicy]
     policy: str
     max_tokens: int = 0
-    cost: CostTable | None = None
-    draft_cost: CostTable | None = None
+    cost: PacedTable | None = None
+    draft_cost: PacedTable | None = None
+    block_costs: HeadCosts | None = None
     block_sources: tuple[str, ...] = ()
     history: History = field(default_factory=History)
 
@@ -111,14 +117,30 @@ class Speculator:
         block = draft.source in self.block_sources
         self.history.learn(seq_id, draft.source, draft.survival, block=block, **counts)
 
+    def time(self, works: Seq[Work], drafts: Seq[Draft], *, packed: int, seconds: Mapping[str, float]) -> None:
+        """What a step took, by phase. One with prompt chunks in it says nothing of the others."""
+        if self.cost is None or any(work.num_tokens != 1 for work in works):
+            return
+        self.cost.observe(packed, sum(seconds[name] for name in TARGET_PHASES))
+        lengths = [len(draft.tokens) for draft in drafts if draft.tokens]
+        if self.draft_cost is not None and lengths:
+            self.draft_cost.observe(len(lengths), seconds["draft"], passes=max(lengths))
+        greedy, sampled = self._num_blocks(drafts)
+        if self.block_costs is not None and greedy + sampled:
+            self.block_costs.observe_head(greedy, sampled, seconds["draft"])
+
     def _planned_draft_seconds(self, works: Seq[Work], drafts: Seq[Draft]) -> float:
         """Draft time as foreseen *before* drafting. The time really spent depends on how far each row drafted, and so
         on the drawn tokens: to plan with it would anticipate."""
-        table = self.draft_cost
+        if self.block_costs is not None:  # who drafts a row was chosen before anything was drawn
+            return self.block_costs.head(*self._num_blocks(drafts))
         limits = [work.max_drafts for work in works if work.max_drafts]
-        if table is None or not limits:
+        if self.draft_cost is None or not limits:
             return 0.0
-        if self.block_sources:  # who drafts a row was chosen before anything was drawn
-            num_blocks = sum(bool(d.tokens) and d.source in self.block_sources for d in drafts)
-            return table.seconds(num_blocks) if num_blocks else 0.0
-        return max(limits) * table.seconds(len(limits))
+        return max(limits) * self.draft_cost.seconds(len(limits))
+
+    def _num_blocks(self, drafts: Seq[Draft]) -> tuple[int, int]:
+        """Rows with a block, greedy and sampled."""
+        blocks = [draft for draft in drafts if draft.tokens and draft.source in self.block_sources]
+        sampled = sum(draft.q is not None for draft in blocks)
+        return len(blocks) - sampled, sampled

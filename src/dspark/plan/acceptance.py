@@ -9,15 +9,16 @@ traffic.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import exp, isfinite, log, sqrt
 from typing import Any
 
 NUM_BUCKETS = 4
 """Positions 0, 1, 2 and all further ones have offsets of their own."""
 LAST = NUM_BUCKETS - 1
 LEAST, MOST = 0.002, 0.998
+LARGEST = 500.0
 RATE = 0.1
 """Step of AdaGrad (Duchi et al. 2011) for what all requests share."""
 CLASS_RATE = 0.25
@@ -33,13 +34,13 @@ MAX_CLASSES = 256
 
 def logit(probability: float) -> float:
     """log(p / (1 - p)), p kept away from 0 and 1."""
-    clipped = min(MOST, max(LEAST, probability))
-    return math.log(clipped / (1 - clipped))
+    clipped = LEAST if probability < LEAST else MOST if probability > MOST else probability
+    return log(clipped / (1 - clipped))
 
 
 def logistic(score: float) -> float:
-    """1 / (1 + exp(-score)), the score kept where that is neither 0 nor 1."""
-    return 1 / (1 + math.exp(-max(-30.0, min(30.0, score))))
+    """1 / (1 + exp(-score)); 0 where exp would overflow."""
+    return 1 / (1 + exp(-score)) if score > -LARGEST else 0.0
 
 
 @dataclass
@@ -52,7 +53,7 @@ class _Offsets:
     def move(self, bucket: int, gradient: float, *, rate: float, pull: float = 0.0) -> None:
         """By AdaGrad; `pull`: of its own size towards 0 (a ridge penalty)."""
         squares = self.squares[bucket] = self.squares[bucket] + gradient * gradient
-        self.values[bucket] += rate / math.sqrt(squares) * (gradient - pull * self.values[bucket])
+        self.values[bucket] += rate / sqrt(squares) * (gradient - pull * self.values[bucket])
 
 
 @dataclass
@@ -98,7 +99,7 @@ class _Regression:
 
     def _weigh(self, i: int, gradient: float) -> None:
         squares = self.squares[i] = self.squares[i] + gradient * gradient
-        self.weights[i] += RATE * gradient / math.sqrt(squares)
+        self.weights[i] += RATE * gradient / sqrt(squares)
 
 
 @dataclass
@@ -245,6 +246,6 @@ class AcceptanceModel:
 def _pair(lists: Sequence[Sequence[float]], count: int) -> tuple[list[float], list[float]]:
     values, squares = ([float(number) for number in numbers] for numbers in lists)
     numbers = [*values, *squares]
-    if len(values) != count or len(squares) != count or not all(map(math.isfinite, numbers)) or min(squares) <= 0:
+    if len(values) != count or len(squares) != count or not all(map(isfinite, numbers)) or min(squares) <= 0:
         raise ValueError(f"{lists!r} are not {count} values and squares")
     return values, squares

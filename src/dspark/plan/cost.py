@@ -1,4 +1,4 @@
-"""CostTable: what one pass costs on this machine, by the number of packed rows.
+"""CostTable and PacedTable: what one pass costs on this machine, by the number of packed rows.
 It must never smooth a step of the measured curve away: cliffs are where decisions are made."""
 
 from __future__ import annotations
@@ -7,6 +7,9 @@ import bisect
 from collections.abc import Callable, Sequence
 
 NUM_SMALL_ROWS = 8
+PACE_RATE = 0.05
+LARGEST_RATIO = 5.0
+"""What one step may say at most: a hiccup is no new price."""
 PROFILE_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
 
@@ -31,6 +34,35 @@ class CostTable:
             return high
         low_rows, low = self.points[index - 1]
         return low + (high - low) * (rows - low_rows) / (high_rows - low_rows)
+
+
+class PacedTable:
+    """A cost table times how much longer passes take now than it says, as a running ratio.
+
+    Tables hold the fastest of a few tries; what a loop adds to a pass is not in them, and on a busy machine small
+    operations grow more than large ones.
+    """
+
+    def __init__(self, table: CostTable) -> None:
+        self.table = table
+        self.ratio = 1.0
+
+    @property
+    def points(self) -> list[tuple[int, float]]:
+        """As measured at the start."""
+        return self.table.points
+
+    def seconds(self, rows: float) -> float:
+        """Time of a pass over that many rows, as passes go now."""
+        return self.ratio * self.table.seconds(rows)
+
+    def observe(self, rows: float, seconds: float, *, passes: int = 1) -> None:
+        """So many passes over that many rows took so long."""
+        expected = passes * self.table.seconds(rows)
+        self.ratio += PACE_RATE * (min(seconds / expected, LARGEST_RATIO) - self.ratio)
+
+
+Costs = CostTable | PacedTable
 
 
 def profile(run: Callable[[int], float], *, max_rows: int, repetitions: int = 3) -> CostTable:

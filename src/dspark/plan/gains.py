@@ -16,7 +16,7 @@ ROW_DECAY = 0.9
 IDLE_DECAY = 0.8
 """Of a request's own sums for each step without a block: what it was like says ever less of what it is like."""
 CLASS_DECAY = 0.98
-CLASS_IDLE_DECAY = 0.99
+CLASS_IDLE_DECAY = 0.999
 """The same of a class: what it is known by are the steps with a block, which stop where it does badly."""
 OVERALL_DECAY = 0.995
 MAX_CLASSES = 256

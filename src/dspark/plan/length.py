@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from dspark.plan.cost import CostTable
+from dspark.plan.cost import Costs
 
 PROBE_EVERY = 16
 PROBE_SHARE = 0.005
@@ -137,9 +137,9 @@ class AdaptiveLength:
     """
 
     max_tokens: int
-    target_cost: CostTable
+    target_cost: Costs
     foresee: Callable[[int, int], Sequence[float]]
-    draft_cost: CostTable | None = None
+    draft_cost: Costs | None = None
     idle: dict[int, int] = field(default_factory=dict)
 
     def limit(self, features: Features) -> Limit:
@@ -181,8 +181,8 @@ class PolicyInputs:
     max_tokens: int
     threshold: float
     foresee: Callable[[int, int], Sequence[float]]
-    cost: CostTable | None = None
-    draft_cost: CostTable | None = None
+    cost: Costs | None = None
+    draft_cost: Costs | None = None
 
 
 def build_policies(inputs: PolicyInputs) -> dict[str, LengthPolicy]:
