@@ -9,6 +9,7 @@ import pytest
 from dspark.bench.data import interleave
 from dspark.bench.profile import read_profile
 from dspark.cli import main
+from dspark.plan.history import History
 from tests.tiny_folder import tiny_folder
 
 
@@ -35,7 +36,7 @@ def recorded(folder, data, tmp_path_factory):
     return files
 
 
-def test_a_profile_is_recorded_and_reported(recorded, folder, capsys):
+def test_a_profile_is_recorded_and_reported(recorded, folder, capsys, tmp_path):
     profile = read_profile(recorded["profile.jsonl"])
     assert [answer.task for answer in profile.answers] == ["a", "b"] * 3
     assert profile.max_tokens > 0 and all(line["policy"] == "shadow" for line in profile.lines)
@@ -44,8 +45,11 @@ def test_a_profile_is_recorded_and_reported(recorded, folder, capsys):
     assert main(["profile", "--replay", str(recorded["profile.jsonl"])]) == 0
     shown = capsys.readouterr().out
     assert "best fixed" in shown and "adaptive takes" in shown and "\na " in shown
+    assert main(["profile", "--replay", str(recorded["profile.jsonl"]), "--history", str(tmp_path / "again.json")]) == 0
+    assert "suffix" in History.load(tmp_path / "again.json").acceptance.sighted
     arguments = ["generate", "hello", "--model", folder, "--max-tokens", "8", "--set"]
-    assert main([*arguments, f'speculation.history="{recorded["history.json"]}"', "--draft", "suffix"]) == 0
+    for path in (recorded["history.json"], tmp_path / "again.json"):
+        assert main([*arguments, f'speculation.history="{path}"', "--draft", "suffix"]) == 0
 
 
 @pytest.mark.parametrize(

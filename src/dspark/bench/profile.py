@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dspark.observe import FORMAT
+from dspark.plan.history import History
 from dspark.plan.replay import Answer, Costs, Outcome, answer_from_dict, costs_from_dict, policy_replay, replay
 
 POLICIES = ("confidence", "heuristic", "adaptive")
@@ -77,6 +78,13 @@ def replay_all(profile: Profile, *, longest: int | None = None) -> dict[str, dic
     return {name: under(*policy) for name, policy in made.items()}
 
 
+def learned(profile: Profile) -> History:
+    """What an engine under the adaptive policy would have learned from the recorded answers, by their tasks."""
+    under = policy_replay("adaptive", profile.costs, max_tokens=profile.max_tokens)
+    replay(profile.answers, under)
+    return under.history
+
+
 def best_fixed(outcomes: Mapping[str, Mapping[str, Outcome]], group: str) -> str:
     """The fixed length that is quickest for a group; "none" where plain decoding is."""
     names = [name for name in outcomes if name.startswith("fixed@")]
@@ -124,7 +132,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", default="profile.jsonl", metavar="FILE", help="the profile to write (%(default)s)")
     parser.add_argument("--report", metavar="FILE", help="also an HTML page with plots")
     parser.add_argument(
-        "--history", metavar="FILE", help="also what was learned, for `history` of a speculative-config"
+        "--history",
+        metavar="FILE",
+        help="also what was learned (with --replay: what would have been), for `history` of --speculative-config",
     )
     parser.add_argument("--tasks", metavar="LIST", help="only these tasks, comma-separated")
     parser.add_argument("--per-task", type=int, metavar="N", help="the first N prompts of each task (all)")
@@ -143,6 +153,8 @@ def run(args: argparse.Namespace, *, load: Callable[[], Any], params: Any) -> in
     profile = read_profile(path)
     if not profile.max_tokens:
         raise ValueError(f"{path}: nothing was drafted; choose another --draft than none, or longer answers")
+    if args.replay is not None and args.history is not None:
+        learned(profile).save(args.history)
     outcomes = replay_all(profile)
     print(text_report(profile, outcomes))
     if args.report is not None:
