@@ -134,7 +134,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--history",
         metavar="FILE",
-        help="also what was learned (with --replay: what would have been), for `history` of --speculative-config",
+        help="also what was (or with --replay: would be) learned, for `history`",
     )
     parser.add_argument("--tasks", metavar="LIST", help="only these tasks, comma-separated")
     parser.add_argument("--per-task", type=int, metavar="N", help="the first N prompts of each task (all)")
