@@ -123,7 +123,9 @@ class Speculator:
             return
         self.cost.observe(packed, sum(seconds[name] for name in TARGET_PHASES))
         lengths = [len(draft.tokens) for draft in drafts if draft.tokens]
-        if self.draft_cost is not None and lengths:
+        # A row's first draft has the draft model read the prompt, which is no price of drafting on.
+        begun = all(work.seq.record.num_steps > 2 for work, draft in zip(works, drafts) if draft.tokens)
+        if self.draft_cost is not None and lengths and begun:
             self.draft_cost.observe(len(lengths), seconds["draft"], passes=max(lengths))
         greedy, sampled = self._num_blocks(drafts)
         if self.block_costs is not None and greedy + sampled:
