@@ -90,10 +90,10 @@ def test_what_a_request_and_a_class_were_like_fades_while_no_block_is_drafted():
 def test_learning_counts_blocks_whose_drafts_were_all_cut_and_rests_without_one():
     history = History()
     history.begin(1, task="t")
-    history.learn(1, "dspark", (0.1,), num_verified=0, num_accepted=0, block=True)
-    assert history.gains.rows[1].steps == 1
+    history.learn(1, "dspark", (0.1,), num_verified=0, num_accepted=0, block="alone")
+    assert history.gains["alone"].rows[1].steps == 1
     history.learn(1, "suffix", (0.9, 0.8), num_verified=2, num_accepted=1)
-    assert history.gains.rows[1].steps < 1 and history.acceptance.requests[1].rows["suffix"].sighted != 0
+    assert history.gains["alone"].rows[1].steps < 1 and history.acceptance.requests[1].rows["suffix"].sighted != 0
     before = abs(history.acceptance.requests[1].rows["suffix"].sighted)
     history.learn(1, "", (), num_verified=0, num_accepted=0)
     assert 0 < abs(history.acceptance.requests[1].rows["suffix"].sighted) < before
@@ -114,7 +114,7 @@ def taught():
         history.begin(seq_id, task="chat" if seq_id % 3 == 0 else None, sketch=sketch(prompt(rng, seq_id % 4)))
         for _ in range(5):
             history.acceptance.update(seq_id, "suffix", [0.8, 0.5], num_verified=2, num_accepted=rng.randrange(3))
-            history.gains.update(seq_id, num_verified=2, num_accepted=1)
+            history.gains["alone"].update(seq_id, num_verified=2, num_accepted=1)
         history.forget(seq_id)
     return history
 
@@ -135,7 +135,7 @@ def test_what_is_saved_is_what_is_loaded(tmp_path):
     for each in (history, again):
         assert each.begin(99, sketch=words).startswith("#")
     assert again.acceptance.survival(99, "suffix", [0.7]) == history.acceptance.survival(99, "suffix", [0.7])
-    assert again.gains.expected(99) == history.gains.expected(99)
+    assert again.expected(99, "alone") == history.expected(99, "alone") != history.expected(99, "beside")
     assert [path.name for path in tmp_path.iterdir()] == ["history.json"]
 
 
@@ -144,8 +144,8 @@ def test_what_is_saved_is_what_is_loaded(tmp_path):
     (
         lambda values: values.pop("format"),
         lambda values: values.pop("gains"),
-        lambda values: values["gains"].update(overall=[2.0, 1.0, 1.0]),
-        lambda values: values["gains"].update(classes={"a": [1.0]}),
+        lambda values: values["gains"]["alone"].update(overall=[2.0, 1.0, 1.0]),
+        lambda values: values["gains"]["beside"].update(classes={"a": [1.0]}),
         lambda values: values["classes"].update(centres=[[1.0]]),
         lambda values: values["classes"].pop("mean"),
         lambda values: values["acceptance"].pop("blind"),

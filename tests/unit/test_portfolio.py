@@ -10,7 +10,7 @@ import pytest
 from dspark.draft.base import DraftRow
 from dspark.draft.portfolio import PROBE_EVERY, PROBE_SHARE, Portfolio
 from dspark.params import SamplingParams
-from dspark.plan.gains import Gains
+from dspark.plan.history import History
 from dspark.types import Draft, Verdict
 
 
@@ -63,10 +63,10 @@ class Prices:
 
 def make(*, head=(0.9, 0.8, 0.7), lookup=(), price=0.2, row=0.0, first=70, **settings):
     parts = Fixed("dspark", head), Fixed("suffix", lookup, first=first)
-    prices, gains = Prices(head=price, row=row), Gains()
-    settings = {"lookup": parts[1], "costs": prices, "expected": gains.expected} | settings
+    prices, history = Prices(head=price, row=row), History()
+    settings = {"lookup": parts[1], "costs": prices, "expected": history.expected} | settings
     portfolio = Portfolio(parts[0], **settings)
-    portfolio.gains = gains
+    portfolio.history = history
     return portfolio, *parts
 
 
@@ -75,8 +75,9 @@ def step(portfolio, rows, limits, verdicts):
     drafts = portfolio.propose(rows, limits)
     portfolio.observe(rows, verdicts)
     for r, draft, end in zip(rows, drafts, verdicts):
-        if draft.source in ("dspark", portfolio.confirmed):
-            portfolio.gains.update(r.seq_id, num_verified=end.num_verified, num_accepted=end.num_accepted)
+        counts = {"num_verified": end.num_verified, "num_accepted": end.num_accepted}
+        block = portfolio.kinds.get(draft.source)
+        portfolio.history.learn(r.seq_id, draft.source, draft.survival[: end.num_verified], block=block, **counts)
 
 
 def run(portfolio, num_steps, *accepted, verified=3):
@@ -86,11 +87,13 @@ def run(portfolio, num_steps, *accepted, verified=3):
 
 def test_each_row_gets_what_promises_more():
     portfolio, head, lookup = make(lookup=(0.3,))
+    for seq_id, task in ((1, "good"), (2, "bad")):
+        portfolio.history.begin(seq_id, task=task)
     for _ in range(20):
         step(portfolio, [row(1), row(2)], [4, 4], [verdict(3), verdict(0)])
     sources = [draft.source for draft in portfolio.propose([row(1), row(2)], [4, 4])]
-    assert sources == ["dspark", "suffix"]
-    assert portfolio.expected(1)[0] > 2 > 0.7 > portfolio.expected(2)[0]
+    assert sources == ["dspark>suffix", "suffix"]
+    assert portfolio.expected(1, "beside")[0] > 2 > 0.7 > portfolio.expected(2, "beside")[0]
     lookup.survival = (0.99,) * 4
     assert [d.source for d in portfolio.propose([row(1), row(2)], [4, 4])] == ["suffix", "suffix"]
 
@@ -115,7 +118,7 @@ def test_a_lookup_counts_with_the_survival_that_its_drafts_turned_out_to_have():
     believed, *_ = make(lookup=(0.9, 0.9))
     assert believed.propose([row(1)], [4])[0].source == "suffix"
     doubted, *_ = make(lookup=(0.9, 0.9), survival=lambda seq_id, source, claims: [0.1 * c for c in claims])
-    assert doubted.propose([row(1)], [4])[0].source == "dspark"
+    assert doubted.propose([row(1)], [4])[0].source == "dspark", "a lookup so doubted is as good as none"
 
 
 def test_only_the_prefix_of_a_lookup_that_pays_is_held_against_the_head():
@@ -202,5 +205,6 @@ def test_a_match_that_the_head_confirms_takes_its_place():
 )
 def test_a_match_that_is_not_confirmed_does_not(case):
     draft = confirmed(**case)
-    assert draft.source == "dspark" and draft.q == case.get("q")
+    assert draft.source == ("dspark" if case.get("lookup") == (0.1,) else "dspark>suffix")
+    assert draft.q == case.get("q")
     assert len(draft.tokens) == len(case.get("head", (0.6, 0.3)))

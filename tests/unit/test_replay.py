@@ -98,7 +98,7 @@ def answer(holds, *, num_tokens=40, source="x", claims=(0.9, 0.8, 0.7), **fields
 
 
 def test_seconds_are_those_of_the_tables():
-    costs = Costs(target=CostTable([(1, 1.0), (4, 1.5)]), draft=DRAFT, block_sources=("x",))
+    costs = Costs(target=CostTable([(1, 1.0), (4, 1.5)]), draft=DRAFT, block_sources={"x": "alone"})
     outcome = policy_replay("fixed", costs, max_tokens=3).run(answer(3, num_tokens=13))
     assert outcome.steps == 3 and outcome.accepted == 9
     assert outcome.seconds == pytest.approx(3 * (1.5 + 0.2))
@@ -106,7 +106,7 @@ def test_seconds_are_those_of_the_tables():
 
 
 def test_adaptive_beats_each_fixed_length_on_mixed_traffic_and_never_loses_to_plain():
-    costs = Costs(target=STEEP, draft=CostTable([(1, 0.3)]), block_sources=("x",))
+    costs = Costs(target=STEEP, draft=CostTable([(1, 0.3)]), block_sources={"x": "alone"})
     traffic = [answer(3 if i % 2 else 0, task="good" if i % 2 else "bad") for i in range(60)]
     adaptive = replay(traffic, policy_replay("adaptive", costs, max_tokens=3))
     fixed = [replay(traffic, policy_replay("fixed", costs, max_tokens=k)) for k in (1, 2, 3)]

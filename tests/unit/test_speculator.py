@@ -86,7 +86,7 @@ def test_requests_under_different_policies_share_a_batch(runner, answers, guess)
     if guess == "right":
         assert all(record.num_accepted > 0 for record in records[:4])
     assert seqs[3].prompt_class == "chat" and seqs[0].prompt_class.startswith("#") and seqs[5].prompt_class == ""
-    assert not engine.speculator.history.acceptance.requests and not engine.speculator.history.gains.class_of
+    assert not engine.speculator.history.acceptance.requests and not engine.speculator.history.gains["alone"].class_of
 
 
 def test_drafts_that_never_hold_are_no_longer_verified_and_are_tried_again(runner):

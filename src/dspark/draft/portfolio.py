@@ -7,6 +7,7 @@ All choices are made from the history of the row and of the traffic, and from lo
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from dspark.draft.base import Drafter, DraftRow, Taps
@@ -15,6 +16,10 @@ from dspark.types import Draft, Verdict
 PROBE_EVERY = 16
 PROBE_SHARE = 0.005
 """Of the time of a row whose head rests, what may go into asking it again."""
+
+
+LIKELY = 0.3
+"""A lookup's draft whose first token is less likely than that is as good as none."""
 
 
 class Costs(Protocol):
@@ -45,21 +50,26 @@ class Portfolio:
         head: Drafter,
         *,
         costs: Costs | None,
-        expected: Callable[[int], tuple[float, float]] = lambda seq_id: (0.0, 0.0),
+        expected: Callable[[int, str], tuple[float, float]] = lambda seq_id, kind: (0.0, 0.0),
         lookup: Drafter | None = None,
         survival: Callable[[int, str, Sequence[float]], Sequence[float]] = lambda seq_id, source, claims: claims,
     ) -> None:
-        """`costs` None: drafts are free, for fixed lengths. `expected(seq_id)`: drafts of the head that will be
-        accepted, and verified, in the row's next step. `survival(seq_id, source, claims)`: what these claims are worth,
-        by what drafts of that source have turned out to be."""
+        """`costs` None: drafts are free, for fixed lengths. `expected(seq_id, kind)`: drafts of the head that will be
+        accepted, and verified, in the row's next step, "alone" or "beside" a likely draft of the lookup's.
+        `survival(seq_id, source, claims)`: what these claims are worth, by what drafts of that source have turned out
+        to be."""
         self.head = head
         self.lookup = lookup
         self.costs = costs
         self.expected = expected
         self.survival = survival
         self.name = "auto" if lookup is not None else head.name
-        self.confirmed = f"{lookup.name if lookup is not None else ''}+{head.name}"
-        """Source of a lookup's drafts that begin as the head's."""
+        beside = "" if lookup is None else lookup.name
+        self.confirmed, self.contested = f"{beside}+{head.name}", f"{head.name}>{beside}"
+        self.kinds = {head.name: "alone", self.contested: "beside", self.confirmed: "beside"}
+        """Sources of drafts that the head was asked for: where the lookup had none that is likely, the head's own in
+        the place of such a one, and the lookup's that begin as the head's. By its name a block is judged, so that must
+        not tell what was drawn."""
         self.taps = head.taps
         self.num_places = head.num_places
         self.idle: dict[int, int] = {}
@@ -78,16 +88,18 @@ class Portfolio:
             drafts = self.lookup.propose(rows, limits, floors=floors, masks=masks)
         num_greedy = sum(row.sampler is None or row.sampler.plain_greedy for row in rows)
         head_seconds = self._head_seconds(num_greedy, len(rows) - num_greedy)
+        judged = [self.survival(row.seq_id, draft.source, draft.survival) for row, draft in zip(rows, drafts)]
         chosen = [
             i
-            for i, (row, limit, draft) in enumerate(zip(rows, limits, drafts))
-            if limit > 0 and self._head_pays(row, draft, num_rows=len(rows), head_seconds=head_seconds)
+            for i, (row, limit) in enumerate(zip(rows, limits))
+            if limit > 0 and self._head_pays(row, judged[i], num_rows=len(rows), head_seconds=head_seconds)
         ]
         if chosen:
             proposals = self.head.propose([rows[i] for i in chosen], [limits[i] for i in chosen])
             for i, proposal in zip(chosen, proposals):
                 if proposal.tokens:
-                    drafts[i] = self._better(rows[i].seq_id, proposal, drafts[i])
+                    own = replace(proposal, source=self.contested) if _kind(judged[i]) == "beside" else proposal
+                    drafts[i] = self._better(rows[i].seq_id, own, drafts[i])
         return drafts
 
     def observe(self, rows: Sequence[DraftRow], verdicts: Sequence[Verdict | None], taps: Taps | None = None) -> None:
@@ -101,11 +113,12 @@ class Portfolio:
         if self.lookup is not None:
             self.lookup.forget(seq_id)
 
-    def _head_pays(self, row: DraftRow, draft: Draft, *, num_rows: int, head_seconds: float) -> bool:
+    def _head_pays(self, row: DraftRow, judged: Sequence[float], *, num_rows: int, head_seconds: float) -> bool:
+        """`judged`: survival of the lookup's draft."""
         if not row.thrifty:
             return True
-        accepted, verified = self.expected(row.seq_id)
-        lookup = self._lookup_rate(row.seq_id, draft, num_rows)
+        accepted, verified = self.expected(row.seq_id, _kind(judged))
+        lookup = self._lookup_rate(judged, num_rows)
         idle = self.idle.get(row.seq_id, 0) + 1
         pays = (1 + accepted) / (self._seconds(num_rows, verified) + head_seconds) > lookup
         # A probe is worth a step only where the row would else go without drafts.
@@ -114,22 +127,22 @@ class Portfolio:
         self.idle[row.seq_id] = 0 if asked else idle
         return asked
 
-    def _better(self, seq_id: int, proposal: Draft, found: Draft) -> Draft:
+    def _better(self, seq_id: int, own: Draft, found: Draft) -> Draft:
         """The head's draft, or the lookup's where both begin alike and that promises more: a match that the head
         confirms goes on longer than a block. Deterministic drafts only: what was drawn must not decide what is kept."""
         alike = 0
-        while alike < min(len(proposal.tokens), len(found.tokens)) and proposal.tokens[alike] == found.tokens[alike]:
+        while alike < min(len(own.tokens), len(found.tokens)) and own.tokens[alike] == found.tokens[alike]:
             alike += 1
-        if not alike or proposal.q is not None or found.q is not None:
-            return proposal
-        joined = Draft(tokens=found.tokens, source=self.confirmed, survival=_either(proposal, found, alike))
-        promises = [sum(self.survival(seq_id, draft.source, draft.survival)) for draft in (proposal, joined)]
-        return joined if promises[1] > promises[0] else proposal
+        if not alike or own.q is not None or found.q is not None:
+            return own
+        joined = Draft(tokens=found.tokens, source=self.confirmed, survival=_either(own, found, alike))
+        promises = [sum(self.survival(seq_id, draft.source, draft.survival)) for draft in (own, joined)]
+        return joined if promises[1] > promises[0] else own
 
-    def _lookup_rate(self, seq_id: int, draft: Draft, num_rows: int) -> float:
+    def _lookup_rate(self, judged: Sequence[float], num_rows: int) -> float:
         """Tokens a row and second with the best prefix of a lookup's draft."""
         best, expected = 1 / self._seconds(num_rows, 0), 1.0
-        for k, alive in enumerate(self.survival(seq_id, draft.source, draft.survival), start=1):
+        for k, alive in enumerate(judged, start=1):
             expected += alive
             best = max(best, expected / self._seconds(num_rows, k))
         return best
@@ -140,6 +153,11 @@ class Portfolio:
 
     def _head_seconds(self, greedy: int, sampled: int) -> float:
         return self.costs.head(greedy, sampled) if self.costs and greedy + sampled else 0.0
+
+
+def _kind(judged: Sequence[float]) -> str:
+    """Of a block of the head, by the survival of the lookup's draft at that place: known before anything is drawn."""
+    return "beside" if judged and judged[0] >= LIKELY else "alone"
 
 
 def _either(one: Draft, other: Draft, alike: int) -> list[float]:

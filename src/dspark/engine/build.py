@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -175,7 +176,7 @@ def _speculator(
     cost: PacedTable | None = None,
     draft_cost: PacedTable | None = None,
     block_costs: HeadCosts | None = None,
-    block_sources: tuple[str, ...] = (),
+    block_sources: Mapping[str, str] = MappingProxyType({}),
 ) -> Speculator:
     """With every policy that the measured costs allow. `draft_cost` is of a pass a token, `block_costs` of a pass a
     draft of one of the `block_sources`."""
@@ -230,7 +231,7 @@ def _head_speculator(
         greedy=PacedTable(measure_head_cost(drafter, num_tokens=num_tokens)),
         sampled=PacedTable(measure_head_cost(drafter, num_tokens=num_tokens, temperature=1.0)),
     )
-    portfolio = Portfolio(drafter, costs=costs, expected=history.gains.expected, lookup=lookup, survival=survival)
+    portfolio = Portfolio(drafter, costs=costs, expected=history.expected, lookup=lookup, survival=survival)
     return _speculator(
         portfolio,
         speculation,
@@ -238,7 +239,7 @@ def _head_speculator(
         history=history,
         cost=costs.passes,
         block_costs=costs,
-        block_sources=(drafter.name, portfolio.confirmed),
+        block_sources=portfolio.kinds,
     )
 
 

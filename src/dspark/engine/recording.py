@@ -41,7 +41,7 @@ def costs(speculator: Speculator) -> dict[str, Any]:
     return {
         "target": _points(speculator.cost),
         "draft": _points(by_token if blocks is None else blocks.greedy),
-        "block_sources": list(speculator.block_sources),
+        "block_sources": dict(speculator.block_sources),
         "token_sources": [] if by_token is None else [speculator.drafter.name],
     }
 

@@ -40,7 +40,7 @@ class Speculator:
     `policies` by name, `policy` the one of requests that name none. `max_tokens`: the largest draft of any row and
     step. `cost`: of a target pass by packed rows; None where no policy leaves the length to the budget. `draft_cost`:
     of a draft pass by rows, for a drafter that needs one a token; `block_costs`: for drafts whose source is one of
-    `block_sources`, which need one a draft. All costs follow the clock.
+    `block_sources` (with its kind, plan/gains), which need one a draft. All costs follow the clock.
     """
 
     drafter: Drafter
@@ -50,7 +50,7 @@ class Speculator:
     cost: PacedTable | None = None
     draft_cost: PacedTable | None = None
     block_costs: HeadCosts | None = None
-    block_sources: tuple[str, ...] = ()
+    block_sources: Mapping[str, str] = field(default_factory=dict)
     history: History = field(default_factory=History)
 
     def begin(self, seq: Sequence, *, drafts: bool) -> RowPlan:
@@ -114,7 +114,7 @@ class Speculator:
             return
         counts = {"num_verified": len(kept.tokens), "num_accepted": verdict.num_accepted}
         plan.policy.update(seq_id, **counts)
-        block = draft.source in self.block_sources
+        block = self.block_sources.get(draft.source)
         self.history.learn(seq_id, draft.source, draft.survival, block=block, **counts)
 
     def time(self, works: Seq[Work], drafts: Seq[Draft], *, packed: int, seconds: Mapping[str, float]) -> None:

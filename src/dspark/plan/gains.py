@@ -20,6 +20,8 @@ CLASS_IDLE_DECAY = 0.999
 """The same of a class: what it is known by are the steps with a block, which stop where it does badly."""
 OVERALL_DECAY = 0.995
 MAX_CLASSES = 256
+KINDS = ("alone", "beside")
+"""Blocks where nothing else had a draft, and beside one that cost nothing: there the text repeats, and both know."""
 
 
 @dataclass

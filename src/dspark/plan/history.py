@@ -11,7 +11,7 @@ from typing import Any
 
 from dspark.plan.acceptance import AcceptanceModel
 from dspark.plan.classes import PromptClasses
-from dspark.plan.gains import Gains
+from dspark.plan.gains import KINDS, Gains
 
 FORMAT = "dspark-history-1"
 
@@ -21,7 +21,7 @@ class History:
 
     def __init__(self) -> None:
         self.acceptance = AcceptanceModel()
-        self.gains = Gains()
+        self.gains = {kind: Gains() for kind in KINDS}
         self.classes = PromptClasses()
 
     def begin(self, seq_id: int, *, task: str | None = None, sketch: Sequence[float] | None = None) -> str:
@@ -29,7 +29,8 @@ class History:
         "#0", "#1", ..., else "" where there is no sketch either."""
         prompt_class = task if task is not None else f"#{self.classes.assign(sketch)}" if sketch is not None else ""
         self.acceptance.begin(seq_id, prompt_class)
-        self.gains.begin(seq_id, prompt_class)
+        for gains in self.gains.values():
+            gains.begin(seq_id, prompt_class)
         return prompt_class
 
     def learn(
@@ -40,29 +41,37 @@ class History:
         *,
         num_verified: int,
         num_accepted: int,
-        block: bool = False,
+        block: str | None = None,
     ) -> None:
         """The end of a step in which the request was allowed drafts: of `claims`, those of all that `source` drafted,
-        the first `num_verified` were looked at. `block`: the drafter had to be paid for the whole of it."""
+        the first `num_verified` were looked at. `block`: its kind (plan/gains), where the drafter had to be paid for
+        the whole of it."""
         counts = {"num_verified": num_verified, "num_accepted": num_accepted}
         if num_verified:
             self.acceptance.update(seq_id, source, claims, **counts)
         else:
             self.acceptance.rest(seq_id)
-        if block and claims:
-            self.gains.update(seq_id, **counts)
+        if block is not None and claims:
+            self.gains[block].update(seq_id, **counts)
         else:
-            self.gains.rest(seq_id)
+            for gains in self.gains.values():
+                gains.rest(seq_id)
+
+    def expected(self, seq_id: int, kind: str) -> tuple[float, float]:
+        """Drafts of a block of that kind that will be accepted, and verified, in the request's next step."""
+        return self.gains[kind].expected(seq_id)
 
     def forget(self, seq_id: int) -> None:
         """The request has ended; what it taught stays."""
         self.acceptance.forget(seq_id)
-        self.gains.forget(seq_id)
+        for gains in self.gains.values():
+            gains.forget(seq_id)
 
     def as_dict(self) -> dict[str, Any]:
         """As JSON values."""
-        parts = ("acceptance", "gains", "classes")
-        return {"format": FORMAT} | {name: getattr(self, name).as_dict() for name in parts}
+        gains = {kind: found.as_dict() for kind, found in self.gains.items()}
+        parts = {"acceptance": self.acceptance.as_dict(), "gains": gains, "classes": self.classes.as_dict()}
+        return {"format": FORMAT, **parts}
 
     @classmethod
     def from_dict(cls, values: Any) -> History:
@@ -71,7 +80,8 @@ class History:
             raise ValueError(f"this is no history of acceptance ({FORMAT}): save one with LLM.save_history")
         history = cls()
         history.acceptance = AcceptanceModel.from_dict(values.get("acceptance") or {})
-        history.gains = Gains.from_dict(values.get("gains") or {})
+        gains = values.get("gains") or {}
+        history.gains = {kind: Gains.from_dict(gains.get(kind) or {}) for kind in KINDS}
         history.classes = PromptClasses.from_dict(values.get("classes") or {})
         return history
 

@@ -81,12 +81,12 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """What a step costs: a target pass by rows, a draft pass by rows; drafts of `block_sources` need one pass each,
-    those of `token_sources` one a token, all others are free."""
+    """What a step costs: a target pass by rows, a draft pass by rows; drafts of `block_sources` (with their kind,
+    plan/gains) need one pass each, those of `token_sources` one a token, all others are free."""
 
     target: CostTable
     draft: CostTable | None = None
-    block_sources: tuple[str, ...] = ()
+    block_sources: Mapping[str, str] = field(default_factory=dict)
     token_sources: tuple[str, ...] = ()
 
     def draft_seconds(self, source: str, num_tokens: int) -> float:
@@ -154,7 +154,7 @@ class Replay:
         accepted = min(keep, chance.holds)
         counts = {"num_verified": keep, "num_accepted": accepted}
         self.policy.update(seq_id, **counts)
-        block = chance.source in self.costs.block_sources
+        block = self.costs.block_sources.get(chance.source)
         self.history.learn(seq_id, chance.source, claims, block=block, **counts)
         drafting = self.costs.draft_seconds(chance.source, len(claims))
         return drafting + target.seconds(1 + keep), len(claims), keep, accepted
@@ -169,9 +169,9 @@ class Replay:
 
     def _block_pays(self, seq_id: int, chance: Chance) -> bool:
         """As draft/portfolio asks a head, with no lookup beside it."""
-        if chance.source not in self.costs.block_sources:
+        if (kind := self.costs.block_sources.get(chance.source)) is None:
             return True
-        accepted, verified = self.history.gains.expected(seq_id)
+        accepted, verified = self.history.expected(seq_id, kind)
         head, plain = self.costs.draft_seconds(chance.source, 1), self.costs.target.seconds(1)
         idle = self.idle.get(seq_id, 0) + 1
         pays = (1 + accepted) / (self.costs.target.seconds(1 + verified) + head) > 1 / plain
@@ -216,10 +216,10 @@ def costs_from_dict(values: Mapping[str, Any]) -> Costs:
         return Costs(
             target=CostTable([(rows, seconds) for rows, seconds in values["target"]]),
             draft=None if draft is None else CostTable([(rows, seconds) for rows, seconds in draft]),
-            block_sources=tuple(values["block_sources"]),
+            block_sources=dict(values["block_sources"]),
             token_sources=tuple(values["token_sources"]),
         )
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"the profile holds no costs ({error!r}): record it again") from None
 
 
