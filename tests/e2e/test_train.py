@@ -86,7 +86,8 @@ def test_the_head_serves_the_same_text(trained, target, method, policy):
     settings = SpeculationConfig(method=method, model=str(run / "head"), policy=policy, num_speculative_tokens=4)
     llm = plain.variant(speculation=settings)
     assert [out.outputs[0].token_ids for out in llm.generate(PROMPTS, GREEDY)] == answers
-    assert llm.stats.record.num_drafted > 0
+    if policy == "fixed":  # beside a tiny target a head costs several passes, and adaptive may never ask it
+        assert llm.stats.record.num_drafted > 0
     sampled = SamplingParams(temperature=0.8, seed=5, max_tokens=16)
     expected = [out.outputs[0].token_ids for out in plain.generate(PROMPTS, sampled)]
     assert [out.outputs[0].token_ids for out in llm.generate(PROMPTS, sampled)] == expected

@@ -57,7 +57,7 @@ def test_only_the_first_difference_is_judged_on_its_common_prefix():
     classify([7, 8], [1, 2, 4], [1, 3, 99], margin=LogitMargin(llm), bound=0.5)
     assert llm.prompts == [[7, 8, 1]]
     (params,) = llm.params
-    assert params.temperature == 0 and params.max_tokens == 1 and not params.speculation and params.logprobs >= 2
+    assert params.temperature == 0 and params.max_tokens == 1 and not params.control.enabled and params.logprobs >= 2
 
 
 def test_the_same_prefix_is_asked_once():
