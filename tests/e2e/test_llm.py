@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from dspark import LLM, AsyncLLM, SamplingParams
-from dspark.config import SpeculationConfig
+from dspark.config import POLICIES, SpeculationConfig
 from dspark.heads.checkpoint import save_head
 from dspark.plan.length import FixedLength
 from tests.tiny_folder import tiny_folder
@@ -134,6 +134,12 @@ def test_policies_by_request_and_of_ones_own(plain, answers):
     for policy, message in (("lucky", "not known here"), ("adaptive", "measures costs")):
         with pytest.raises(ValueError, match=message):
             llm.generate(PROMPTS[0], SamplingParams(speculation={"policy": policy}))
+
+
+def test_an_engine_without_drafts_takes_requests_of_every_policy(plain, answers):
+    for policy in POLICIES:
+        params = SamplingParams(temperature=0, max_tokens=24, speculation={"policy": policy})
+        assert plain.generate(PROMPTS[0], params)[0].outputs[0].token_ids == answers[0].token_ids
 
 
 def test_history_is_saved_and_loaded(plain, answers, tmp_path):

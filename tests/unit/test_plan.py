@@ -143,7 +143,7 @@ def policies(**settings):
 
 def test_adaptive_needs_costs_and_the_others_do_not():
     assert set(policies()) == set(POLICIES) - {"adaptive"}
-    assert set(policies(cost=FLAT)) == set(POLICIES)
+    assert set(policies(cost=FLAT)) == set(policies(max_tokens=0)) == set(POLICIES)
 
 
 def test_fixed_length():

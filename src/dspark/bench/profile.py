@@ -16,7 +16,6 @@ from dspark.plan.history import History
 from dspark.plan.replay import Answer, Costs, Outcome, answer_from_dict, costs_from_dict, policy_replay, replay
 
 POLICIES = ("confidence", "heuristic", "adaptive")
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,9 +65,9 @@ def group_of(answer: Answer) -> str:
     return answer.task or answer.prompt_class
 
 
-def replay_all(profile: Profile, *, longest: int | None = None) -> dict[str, dict[str, Outcome]]:
+def replay_all(profile: Profile) -> dict[str, dict[str, Outcome]]:
     """policy -> group ("" for all) -> outcome; "fixed@k" for each k, then the policies that look."""
-    longest = min(longest or profile.max_tokens, profile.max_tokens)
+    longest = profile.max_tokens
     made = {f"fixed@{k}": ("fixed", k) for k in range(1, longest + 1)}
     made |= {name: (name, longest) for name in POLICIES}
 

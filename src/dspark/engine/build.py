@@ -193,7 +193,7 @@ def _speculator(
     return Speculator(
         drafter=drafter,
         policies=policies,
-        policy=speculation.policy if speculation.policy in policies else "fixed",
+        policy=speculation.policy,
         max_tokens=num_tokens,
         cost=cost,
         draft_cost=draft_cost,

@@ -186,7 +186,8 @@ class PolicyInputs:
 
 
 def build_policies(inputs: PolicyInputs) -> dict[str, LengthPolicy]:
-    """Every policy by its name in dspark.config.POLICIES; "adaptive" only where costs are known."""
+    """Every policy by its name in dspark.config.POLICIES; "adaptive" only where costs are known, or nothing is ever
+    drafted, so that all are one."""
     policies: dict[str, LengthPolicy] = {
         "fixed": FixedLength(inputs.max_tokens),
         "confidence": ConfidenceLength(inputs.max_tokens, threshold=inputs.threshold),
@@ -200,4 +201,6 @@ def build_policies(inputs: PolicyInputs) -> dict[str, LengthPolicy]:
             foresee=inputs.foresee,
             draft_cost=inputs.draft_cost,
         )
+    elif not inputs.max_tokens:
+        policies["adaptive"] = policies["fixed"]
     return policies
