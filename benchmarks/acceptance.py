@@ -39,6 +39,7 @@ class Event:
     source: str
     claims: Sequence[float]
     holds: int
+    text_kind: str
 
     @property
     def conditional(self) -> list[float]:
@@ -117,6 +118,7 @@ class Hierarchical:
     """dspark's model, with the class of the prompt or without."""
 
     by_class: bool
+    by_kind: bool = True
     blind: bool = False
     model: AcceptanceModel = field(default_factory=AcceptanceModel)
     begun: int = -1
@@ -126,6 +128,7 @@ class Hierarchical:
             self.model.forget(self.begun)
             self.begun = event.request
             self.model.begin(event.request, event.task if self.by_class else "")
+        self.model.read(event.request, event.text_kind if self.by_kind else "")
         if self.blind:
             survival = self.model.foresee(event.request, event.source, len(event.claims))
         else:
@@ -144,6 +147,8 @@ def predictors() -> dict[str, Predictor]:
         "moving average": MovingAverage(),
         "global logistic": GlobalLogistic(),
         "dspark, no class": Hierarchical(by_class=False),
+        "dspark, no kind of text": Hierarchical(by_class=True, by_kind=False),
+        "dspark, before drafting, no kind of text": Hierarchical(by_class=True, by_kind=False, blind=True),
         "dspark": Hierarchical(by_class=True),
         "dspark, before drafting": Hierarchical(by_class=True, blind=True),
     }
@@ -165,6 +170,7 @@ def events(answers: Sequence[Answer]) -> Iterator[Event]:
                 source=chance.source,
                 claims=chance.claims,
                 holds=min(chance.holds, len(chance.claims)),
+                text_kind=chance.text_kind,
             )
             position += 1 + chance.holds
 

@@ -10,15 +10,16 @@ from typing import Any
 
 from dspark.types import RowStep, Sequence
 
-FORMAT = "dspark-profile-1"
+FORMAT = "dspark-profile-2"
 
 
 class ProfileLog:
     """RowSteps -> JSON lines: a first line with `header`, then one object an answer, written when it has ended.
 
-    An answer's `steps` have `at` (tokens of the answer before the step), who drafted, the policy's `limit`, the
-    survival `claims` of the draft, how many of its tokens the text confirms (`holds`, of those within the answer), how
-    many were `verified` and `accepted`, and the rows of the pass (`packed`). `seconds`: first token to last.
+    An answer's `steps` have `at` (tokens of the answer before the step), the kind of text there, who drafted, the
+    policy's `limit`, the survival `claims` of the draft, how many of its tokens the text confirms (`holds`, of those
+    within the answer), how many were `verified` and `accepted`, and the rows of the pass (`packed`). `seconds`: first
+    token to last.
     """
 
     def __init__(self, path: str | Path, *, header: Mapping[str, Any]) -> None:
@@ -72,6 +73,7 @@ def _step(step: RowStep, text: list[int]) -> dict[str, Any]:
         holds += 1
     return {
         "at": step.position,
+        "text_kind": step.text_kind,
         "source": step.source,
         "limit": step.limit,
         "claims": [round(claim, 4) for claim in step.claims],

@@ -204,15 +204,16 @@ class StepStats:
 class RowStep:
     """What was decided for one sequence in one step, and how it ended: for `dspark generate --explain` and profiles.
 
-    `position`: tokens of the answer before the step. `limit`: drafts that the policy allowed, `claims` the survivals
-    that the drafter named for the `tokens` it drafted, `survival` what these were judged to be worth. The first
-    `verified` of them were looked at, `accepted` of these held, `emitted` tokens came out. `packed`: rows of the target
-    pass, of all sequences together.
+    `position`: tokens of the answer before the step, `text_kind`: what the last of them look like. `limit`: drafts that
+    the policy allowed, `claims` the survivals that the drafter named for the `tokens` it drafted, `survival` what these
+    were judged to be worth. The first `verified` of them were looked at, `accepted` of these held, `emitted` tokens
+    came out. `packed`: rows of the target pass, of all sequences together.
     """
 
     seq: Sequence
     policy: str
     position: int
+    text_kind: str
     source: str
     limit: int
     tokens: list[int]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 
 import pytest
 
@@ -17,6 +18,7 @@ from dspark.plan.replay import (
     Chance,
     Costs,
     answer_from_dict,
+    best_possible,
     costs_from_dict,
     policy_replay,
     replay,
@@ -120,6 +122,44 @@ def test_positions_without_a_draft_of_their_own_have_the_rest_of_the_one_before(
     table = Answer(id="a", num_tokens=8, drafts=drafts).by_position()
     assert [chance and chance.holds for chance in table] == [None, 2, 1, 0, None, None, None, None]
     assert table[2].claims == pytest.approx([0.5, 0.125])
+
+
+def cheapest(answer, costs, position=1):
+    """By trying everything: least seconds from a position to the answer's end."""
+    if position >= answer.num_tokens:
+        return 0.0
+    chance, room = answer.by_position()[position], answer.num_tokens - position - 1
+    options = [costs.target.seconds(1) + cheapest(answer, costs, position + 1)]
+    for k in range(1, min(room, len(chance.claims)) + 1 if chance is not None else 0):
+        spent = costs.draft_seconds(chance.source, k) + costs.target.seconds(1 + k)
+        options.append(spent + cheapest(answer, costs, position + 1 + min(k, chance.holds)))
+    return min(options)
+
+
+@pytest.mark.parametrize("kind", ("free", "block", "by token"))
+def test_the_best_possible_is_the_least_of_all_choices_and_no_policy_beats_it(kind):
+    costs = Costs(
+        target=STEEP,
+        draft=DRAFT,
+        block_sources={"x": "alone"} if kind == "block" else {},
+        token_sources=("x",) if kind == "by token" else (),
+    )
+    rng = random.Random(3)
+    answers = []
+    for num_tokens in range(1, 10):
+        drafts = {
+            at: Chance(source="x", claims=(0.9, 0.8, 0.7), holds=rng.randrange(4))
+            for at in range(1, num_tokens - 1)
+            if rng.random() < 0.8
+        }
+        answers.append(Answer(id="a", num_tokens=num_tokens, drafts=drafts))
+        found = best_possible(answers[-1:], costs)
+        assert found.seconds == pytest.approx(cheapest(answers[-1], costs))
+        assert found.tokens == num_tokens - 1 == found.steps + found.accepted
+        assert found.plain_seconds == pytest.approx(num_tokens - 1)
+    for policy in ("fixed", "adaptive", "confidence", "heuristic"):
+        under = replay(answers, policy_replay(policy, costs, max_tokens=3))[""]
+        assert best_possible(answers, costs).seconds <= under.seconds + 1e-9
 
 
 @pytest.mark.parametrize("value", ({}, {"id": 1}, {"steps": 3}, {"id": "a", "num_tokens": "x", "steps": []}))

@@ -21,6 +21,7 @@ from dspark.engine.heads import HeadCosts, build_head_drafter, load_draft_head, 
 from dspark.engine.loop import Engine
 from dspark.engine.scheduler import Scheduler
 from dspark.engine.speculator import Speculator
+from dspark.engine.text_kinds import TextKinds
 from dspark.model.batch import Span, pack
 from dspark.model.cache import KVCache, LayerSpec
 from dspark.model.load import LoadedModel, load_model
@@ -124,6 +125,7 @@ def build_engine(target: Target, config: EngineConfig, speculation: SpeculationC
     added = added_layers(head) if head is not None else []
     cache, max_context = build_cache(runner, config, max_context=max_context, added=added)
     speculator = build_speculator(target, runner, config, speculation, max_context=max_context, cache=cache, head=head)
+    speculator.text_kind = TextKinds(target.tokenizer.decode)
     return Engine(
         runner,
         cache,

@@ -304,6 +304,7 @@ class Engine:
             seq=row.seq,
             policy=row.plan.name,
             position=row.seq.num_output - emitted,
+            text_kind=row.plan.text_kind,
             source=draft.source,
             limit=row.plan.limit.max_tokens,
             tokens=list(draft.tokens),

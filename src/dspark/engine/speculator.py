@@ -3,7 +3,7 @@ It must never let a draft's own token, or anything that depends on it, decide wh
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -18,18 +18,22 @@ from dspark.plan.length import Features, LengthPolicy, Limit
 from dspark.types import Draft, Sequence, Verdict
 
 NO_DRAFTS = Limit(max_tokens=0)
+READ_EVERY = 4
+"""Tokens after which the kind of text is looked at again: each look costs as much as the rest of a limit."""
 TARGET_PHASES = ("plan", "pack", "run", "verify", "commit")
 """Phases whose time goes with the rows of the target's pass."""
 
 
 @dataclass(kw_only=True)
 class RowPlan:
-    """What is planned for one sequence: its policy, and of this step the limit, and the survival that its draft was
-    judged to have."""
+    """What is planned for one sequence: its policy, the kind of text it is at, found when it had `read_at` tokens, and
+    of this step the limit, and the survival that its draft was judged to have."""
 
     name: str
     policy: LengthPolicy
     limit: Limit = NO_DRAFTS
+    text_kind: str = ""
+    read_at: int = -READ_EVERY
     survival: Seq[float] = ()
 
 
@@ -41,6 +45,7 @@ class Speculator:
     step. `cost`: of a target pass by packed rows; None where no policy leaves the length to the budget. `draft_cost`:
     of a draft pass by rows, for a drafter that needs one a token; `block_costs`: for drafts whose source is one of
     `block_sources` (with its kind, plan/gains), which need one a draft. All costs follow the clock.
+    `text_kind`: what the last of a row's tokens look like (engine/text_kinds).
     """
 
     drafter: Drafter
@@ -52,6 +57,7 @@ class Speculator:
     block_costs: HeadCosts | None = None
     block_sources: Mapping[str, str] = field(default_factory=dict)
     history: History = field(default_factory=History)
+    text_kind: Callable[[Seq[int]], str] = lambda tokens: ""
 
     def begin(self, seq: Sequence, *, drafts: bool) -> RowPlan:
         """A sequence comes in; `drafts`: whether it may ever draft, so that its class is worth finding."""
@@ -73,8 +79,14 @@ class Speculator:
             plan.limit, plan.survival = NO_DRAFTS, ()
             if work.max_drafts > 0:
                 step = work.seq.record.num_steps
+                self._read(work.seq, plan)
                 plan.limit = plan.policy.limit(Features(seq_id=work.seq.id, num_rows=num_rows, step=step))
                 work.max_drafts = min(work.max_drafts, plan.limit.max_tokens)
+
+    def _read(self, seq: Sequence, plan: RowPlan) -> None:
+        if len(seq.tokens) - plan.read_at >= READ_EVERY:
+            plan.text_kind, plan.read_at = self.text_kind(seq.tokens), len(seq.tokens)
+            self.history.read(seq.id, plan.text_kind)
 
     def keep(self, works: Seq[Work], plans: Seq[RowPlan], drafts: Seq[Draft], *, max_tokens: int) -> list[Draft]:
         """The prefix of each draft to verify: by the row's own policy, or by the budget of all rows that leave it.

@@ -2,9 +2,9 @@
 It must never see a token, learn from a draft that was not verified, or let a later claim change an earlier answer.
 
 Per drafter a logistic regression, twice: *sighted* knows the drafter's own claim of a position, *blind* is asked before
-anything is drafted. Both add offsets for the position, for the class of the prompt and for the request, each learned on
-what the coarser ones leave over and drawn back to 0, so that a new request starts as its class and a new class as all
-traffic.
+anything is drafted. Both add offsets for the position, for the kind of text the answer is at, for the class of the
+prompt and for the request, each learned on what the coarser ones leave over and drawn back to 0, so that a new request
+starts as its class and a new class as all traffic.
 """
 
 from __future__ import annotations
@@ -58,26 +58,30 @@ class _Offsets:
 
 @dataclass
 class _Regression:
-    """What all requests share of one drafter: the weights of claim and surprise, offsets by position, and by class."""
+    """What all requests share of one drafter: the weights of claim and surprise, offsets by position, by kind of text,
+    and by class."""
 
     weights: list[float]
     squares: list[float] = field(default_factory=lambda: [FIRST_SQUARES, FIRST_SQUARES])
     positions: _Offsets = field(default_factory=_Offsets)
+    kinds: dict[str, _Offsets] = field(default_factory=dict)
     classes: dict[str, _Offsets] = field(default_factory=dict)
 
-    def bases(self, prompt_class: str, of_row: float, surprise: float) -> list[float]:
+    def bases(self, request: _Request, of_row: float, surprise: float) -> list[float]:
         """By bucket, the score of a claim of one half."""
         shift = of_row + self.weights[1] * surprise
         bases = [position + shift for position in self.positions.values]
-        if (of_class := self.classes.get(prompt_class)) is not None:
+        if (of_kind := self.kinds.get(request.text_kind)) is not None:
+            bases = [base + offset for base, offset in zip(bases, of_kind.values)]
+        if (of_class := self.classes.get(request.prompt_class)) is not None:
             bases = [base + offset for base, offset in zip(bases, of_class.values)]
         return bases
 
     def learn(
-        self, claim: float, surprise: float, bucket: int, prompt_class: str, *, of_row: float, held: float
+        self, claim: float, surprise: float, bucket: int, request: _Request, *, of_row: float, held: float
     ) -> float:
-        """Each part by the error of what is said with it but without the finer ones: claim and position, class,
-        surprise, request. Returns the error of all together. `claim` as a logit, 0 where there is none.
+        """Each part by the error of what is said with it but without the finer ones: claim and position, kind of text,
+        class, surprise, request. Returns the error of all together. `claim` as a logit, 0 where there is none.
 
         Were the surprise of the last draft to come before the class, it would explain a hard class away, and the next
         request of that class, which has no last draft yet, would start as if nothing were known.
@@ -87,12 +91,13 @@ class _Regression:
         error = held - logistic(score)
         self._weigh(0, error * claim)
         self.positions.move(bucket, error, rate=RATE)
-        offsets = self.classes.get(prompt_class)
-        if offsets is None and len(self.classes) < MAX_CLASSES:
-            offsets = self.classes[prompt_class] = _Offsets()
-        if offsets is not None:
-            score += offsets.values[bucket]
-            offsets.move(bucket, held - logistic(score), rate=CLASS_RATE, pull=CLASS_PULL)
+        for found, key in ((self.kinds, request.text_kind), (self.classes, request.prompt_class)):
+            offsets = found.get(key)
+            if offsets is None and len(found) < MAX_CLASSES:
+                offsets = found[key] = _Offsets()
+            if offsets is not None:
+                score += offsets.values[bucket]
+                offsets.move(bucket, held - logistic(score), rate=CLASS_RATE, pull=CLASS_PULL)
         score += weights[1] * surprise
         self._weigh(1, (held - logistic(score)) * surprise)
         return held - logistic(score + of_row)
@@ -114,6 +119,7 @@ class _Row:
 @dataclass
 class _Request:
     prompt_class: str = ""
+    text_kind: str = ""
     rows: dict[str, _Row] = field(default_factory=dict)
 
 
@@ -134,16 +140,23 @@ class AcceptanceModel:
         """A request of that class; those that are never begun share the class ""."""
         self.requests[seq_id] = _Request(prompt_class)
 
+    def read(self, seq_id: int, text_kind: str) -> None:
+        """What the request's answer looks like now (a name), before it drafts."""
+        if (request := self.requests.get(seq_id)) is not None:
+            request.text_kind = text_kind
+
     def forget(self, seq_id: int) -> None:
         """The request has ended; what it taught stays."""
         self.requests.pop(seq_id, None)
 
     def survival(self, seq_id: int, source: str, claims: Sequence[float]) -> list[float]:
         """Probability that drafts 0..j are all accepted, for each j of a draft with these claims."""
+        if not claims:
+            return []
         request = self.requests.get(seq_id) or _Request()
         row = request.rows.get(source) or _Row()
         regression = self._sighted(source)
-        bases = regression.bases(request.prompt_class, row.sighted, row.surprise)
+        bases = regression.bases(request, row.sighted, row.surprise)
         weight = regression.weights[0]
         found, alive, before = [], 1.0, 1.0
         for j, claim in enumerate(claims):
@@ -157,7 +170,7 @@ class AcceptanceModel:
         """The same for a draft of that many tokens which is not there yet."""
         request = self.requests.get(seq_id) or _Request()
         row = request.rows.get(source) or _Row()
-        bases = self._blind(source).bases(request.prompt_class, row.blind, row.surprise)
+        bases = self._blind(source).bases(request, row.blind, row.surprise)
         chances = [logistic(base) for base in bases]
         found, alive = [], 1.0
         for j in range(num_tokens):
@@ -182,14 +195,14 @@ class AcceptanceModel:
             return
         request = self.requests.setdefault(seq_id, _Request())
         row = request.rows.setdefault(source, _Row())
-        sighted, blind, prompt_class = self._sighted(source), self._blind(source), request.prompt_class
+        sighted, blind = self._sighted(source), self._blind(source)
         before, surprises = 1.0, 0.0
         for j, claim in enumerate(looked_at):
             held, bucket = float(j < num_accepted), j if j < LAST else LAST
             stated = logit(claim / before if before > 0 else 0.0)
-            error = sighted.learn(stated, row.surprise, bucket, prompt_class, of_row=row.sighted, held=held)
+            error = sighted.learn(stated, row.surprise, bucket, request, of_row=row.sighted, held=held)
             row.sighted = row.sighted * (1 - ROW_PULL) + SIGHTED_ROW_RATE * error
-            error = blind.learn(0.0, row.surprise, bucket, prompt_class, of_row=row.blind, held=held)
+            error = blind.learn(0.0, row.surprise, bucket, request, of_row=row.blind, held=held)
             row.blind = row.blind * (1 - ROW_PULL) + BLIND_ROW_RATE * error
             before, surprises = claim, surprises + error
         row.surprise = surprises / len(looked_at)
@@ -204,6 +217,7 @@ class AcceptanceModel:
                 source: {
                     "weights": [found.weights, found.squares],
                     "positions": [found.positions.values, found.positions.squares],
+                    "kinds": {name: [row.values, row.squares] for name, row in found.kinds.items()},
                     "classes": {name: [row.values, row.squares] for name, row in found.classes.items()},
                 }
                 for source, found in regressions.items()
@@ -223,6 +237,7 @@ class AcceptanceModel:
                         weights=weights,
                         squares=squares,
                         positions=_Offsets(*_pair(found["positions"], NUM_BUCKETS)),
+                        kinds={name: _Offsets(*_pair(row, NUM_BUCKETS)) for name, row in found["kinds"].items()},
                         classes={name: _Offsets(*_pair(row, NUM_BUCKETS)) for name, row in found["classes"].items()},
                     )
         except (KeyError, TypeError, AttributeError, ValueError) as error:

@@ -13,7 +13,7 @@ from dspark.plan.acceptance import AcceptanceModel
 from dspark.plan.classes import PromptClasses
 from dspark.plan.gains import KINDS, Gains
 
-FORMAT = "dspark-history-1"
+FORMAT = "dspark-history-2"
 
 
 class History:
@@ -32,6 +32,10 @@ class History:
         for gains in self.gains.values():
             gains.begin(seq_id, prompt_class)
         return prompt_class
+
+    def read(self, seq_id: int, text_kind: str) -> None:
+        """What the request's answer looks like before its next draft: a name that acceptance is learned by as well."""
+        self.acceptance.read(seq_id, text_kind)
 
     def learn(
         self,

@@ -144,12 +144,11 @@ class AdaptiveLength:
 
     def limit(self, features: Features) -> Limit:
         rows, idle = features.num_rows, self.idle.get(features.seq_id, 0)
-        plain = self.target_cost.seconds(rows)
         draft = 0.0 if self.draft_cost is None else self.draft_cost.seconds(rows)
-        probe = self.target_cost.seconds(rows + 1) - plain + draft
-        least = int(idle >= PROBE_EVERY and idle * plain * PROBE_SHARE >= probe)
+        least = int(idle >= PROBE_EVERY and self._probe_is_cheap(rows, idle, draft))
         if self.draft_cost is None:
             return Limit(max_tokens=self.max_tokens, least=least, thrifty=True)
+        plain = self.target_cost.seconds(rows)
         best_rate, best = rows / plain, 0
         expected = 1.0
         for k, survival in enumerate(self.foresee(features.seq_id, self.max_tokens), start=1):
@@ -163,6 +162,11 @@ class AdaptiveLength:
         # A row that is surer than usual may go two beyond its best length.
         floor = min(MOST_CERTAIN, best_rate * draft / rows)
         return Limit(max_tokens=min(self.max_tokens, best + 2), floor=floor, least=least, thrifty=True)
+
+    def _probe_is_cheap(self, rows: int, idle: int, draft: float) -> bool:
+        plain = self.target_cost.seconds(rows)
+        probe = self.target_cost.seconds(rows + 1) - plain + draft
+        return idle * plain * PROBE_SHARE >= probe
 
     def keep(self, survival: Sequence[float]) -> int | None:
         return None

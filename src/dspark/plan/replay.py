@@ -10,7 +10,7 @@ in, which is somewhat less than a fresh draft.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dspark.plan.budget import choose
@@ -21,17 +21,19 @@ from dspark.plan.length import PROBE_EVERY, PROBE_SHARE, Features, LengthPolicy,
 
 @dataclass(frozen=True, kw_only=True)
 class Chance:
-    """A draft at one position: who made it, its survival claims, how many of its tokens hold."""
+    """A draft at one position: who made it, its survival claims, how many of its tokens hold, and the kind of text it
+    goes on from."""
 
     source: str
     claims: Sequence[float]
     holds: int
+    text_kind: str = ""
 
     def later(self, skip: int) -> Chance:
         """What is left of it `skip` accepted tokens later."""
         before = self.claims[skip - 1] if skip else 1.0
         claims = [claim / before if before > 0 else 0.0 for claim in self.claims[skip:]]
-        return Chance(source=self.source, claims=claims, holds=self.holds - skip)
+        return replace(self, claims=claims, holds=self.holds - skip)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +140,8 @@ class Replay:
         target = self.costs.target
         if room <= 0:
             return target.seconds(1), 0, 0, 0
+        if chance is not None:
+            self.history.read(seq_id, chance.text_kind)
         limit = self.policy.limit(Features(seq_id=seq_id, num_rows=1, step=step))
         size = min(room, limit.max_tokens)
         if chance is None or not size or (limit.thrifty and not self._block_pays(seq_id, chance)):
@@ -193,6 +197,40 @@ def replay(
     return found
 
 
+def best_possible(answers: Sequence[Answer], costs: Costs) -> Outcome:
+    """Of a planner who knows how every recorded draft ends: at each position the length, none included, that makes the
+    whole answer quickest. No policy can do better with these drafts; `drafted` counts only what is verified."""
+    total = Outcome()
+    for answer in answers:
+        total.add(_best_answer(answer, costs))
+    return total
+
+
+def _best_answer(answer: Answer, costs: Costs) -> Outcome:
+    """Backwards from the end: the least seconds from each position on."""
+    table, plain, last = answer.by_position(), costs.target.seconds(1), answer.num_tokens
+    best = [Outcome() for _ in range(last + 1)]
+    for position in range(last - 1, 0, -1):
+        chance, options = table[position], [(plain + best[position + 1].seconds, 0)]
+        if chance is not None:
+            # A draft that fails is never worth verifying beyond what holds: lengths up to that are all there is.
+            for k in range(1, min(chance.holds, len(chance.claims), last - position - 1) + 1):
+                spent = costs.draft_seconds(chance.source, k) + costs.target.seconds(1 + k)
+                options.append((spent + best[position + 1 + k].seconds, k))
+        seconds, k = min(options)
+        after = best[position + 1 + k]
+        best[position] = Outcome(
+            seconds=seconds,
+            plain_seconds=after.plain_seconds + (1 + k) * plain,
+            tokens=after.tokens + 1 + k,
+            steps=after.steps + 1,
+            drafted=after.drafted + k,
+            verified=after.verified + k,
+            accepted=after.accepted + k,
+        )
+    return best[1] if last > 1 else Outcome()
+
+
 def policy_replay(name: str, costs: Costs, *, max_tokens: int, threshold: float = 0.4) -> Replay:
     """A replay under a policy by name, with a history of its own."""
     history = History()
@@ -227,7 +265,12 @@ def answer_from_dict(values: Mapping[str, Any]) -> Answer:
     """A line of a profile. Raises ValueError for a line of another kind."""
     try:
         drafts = {
-            int(step["at"]): Chance(source=step["source"], claims=step["claims"], holds=int(step["holds"]))
+            int(step["at"]): Chance(
+                source=step["source"],
+                claims=step["claims"],
+                holds=int(step["holds"]),
+                text_kind=str(step["text_kind"]),
+            )
             for step in values["steps"]
             if step["claims"]
         }
