@@ -4,6 +4,7 @@ It must never make a test pass by skipping it where CI demands that it runs."""
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,17 @@ def smollm2() -> Path:
         if os.environ.get("DSPARK_REQUIRE_MODELS"):
             raise
         pytest.skip(f"smollm2-135m cannot be fetched: {error}")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def costs_of_their_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Tests leave no measured costs in the user's cache, and find none there."""
+    from dspark.engine import measure
+
+    folder = tmp_path_factory.mktemp("costs")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measure, "cache_dir", lambda: folder)
+        yield
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

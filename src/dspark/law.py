@@ -121,6 +121,14 @@ def _order_ties(ids: Tensor, values: Tensor, scaled: Tensor, size: Tensor) -> No
         ids[row, num_above : num_above + count] = tied[:count]
 
 
+def largest(logits_RV: Tensor, num_valid: int) -> list[int]:
+    """Index of the largest of the first `num_valid` logits of each row; of equal ones the first."""
+    valid = logits_RV[:, :num_valid]
+    if valid.device.type == "cpu" and valid.dtype == torch.float32:
+        return valid.numpy().argmax(axis=1).tolist()  # a fifth of the time of torch's
+    return torch.argmax(valid, dim=-1).tolist()
+
+
 def raw_logprobs(logits: Tensor, chosen: Sequence[int] | Tensor, num: int) -> list[list[TokenLogprob]]:
     """Log-softmax of raw logits (R, V): for each row the chosen token first, then those of the `num` likeliest that are
     not the chosen one, in falling order. Ranks start at 1; among equals the lower id is first."""

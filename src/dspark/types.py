@@ -179,11 +179,16 @@ class Sequence:
         return len(self.tokens) - self.num_cached
 
 
+TARGET_PHASES = ("plan", "pack", "run", "verify", "commit")
+"""Phases of a step whose time goes with the rows of the target's pass."""
+
+
 @dataclass(kw_only=True)
 class StepStats:
     """One engine step, for the sinks. Times in seconds by phase; counts over the whole batch.
 
     `num_rows` sequences sampled in this step, `num_emitted` = `num_accepted` + `num_rows` minus what an end cut off.
+    `predicted_seconds` of the target's phases, as foreseen when the step was planned; None where nothing is measured.
     """
 
     step: int
@@ -198,6 +203,12 @@ class StepStats:
     num_emitted: int = 0
     num_preempted: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
+    predicted_seconds: float | None = None
+
+    @property
+    def target_seconds(self) -> float:
+        """What `predicted_seconds` foretells."""
+        return sum(self.seconds[name] for name in TARGET_PHASES)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -286,7 +286,7 @@ def planned_rounds(
     policy = build_policies(inputs)[policy_name]
     text: Tokens = ()
     while len(text) < length:
-        limit = policy.limit(Features(seq_id=0, num_rows=1, step=0)).max_tokens
+        limit = policy.limit(Features(seq_id=0, num_rows=1, step=0, room=2)).max_tokens
         draft = sampled_draft(draft_law, text, limit, chance)
         draft.survival = list(
             itertools.accumulate((claim(draft.q[j], token) for j, token in enumerate(draft.tokens)), lambda a, b: a * b)

@@ -7,6 +7,7 @@ decides. A search over all lengths must fail the same test that the early stop p
 from __future__ import annotations
 
 import itertools
+import random
 from fractions import Fraction
 
 import pytest
@@ -68,13 +69,14 @@ def second_survival(first: int) -> float:
     return 0.8 if first == 0 else 0.0
 
 
-def first_token_law(*, search_all: bool) -> list[Fraction]:
+def first_token_law(*, search_all: bool = False, capacity: int = 0) -> list[Fraction]:
     law = [Fraction(0), Fraction(0)]
     q = torch.tensor([DRAFT, DRAFT])
     for tokens in itertools.product((0, 1), repeat=2):
         drawn = Fraction(1, 4)
         survival = [0.8, second_survival(tokens[0])]  # sum of min(p, q) = 0.8 before anything is drawn
-        (length,) = choose([survival], lambda rows: 1 / STEPS_PER_SECOND[rows - 1], 2, search_all=search_all)
+        cost = lambda rows: 1 / STEPS_PER_SECOND[rows - 1]  # noqa: E731
+        (length,) = choose([survival], cost, 2, search_all=search_all, capacity=capacity)
         draft = Draft(tokens=list(tokens), q=q, survival=survival).prefix(length)
         p = torch.tensor([TARGET] * (length + 1))
         for probability, verdict in every_verdict(p, draft):
@@ -84,6 +86,12 @@ def first_token_law(*, search_all: bool) -> list[Fraction]:
 
 def test_early_stop_is_lossless():
     assert first_token_law(search_all=False) == [Fraction(7, 10), Fraction(3, 10)]
+
+
+@pytest.mark.parametrize("capacity", (1, 2))
+def test_a_capacity_from_earlier_steps_is_lossless(capacity):
+    """The curve has its cliff at the first draft; the second is kept or not by what the first was drawn as."""
+    assert first_token_law(capacity=capacity) == [Fraction(7, 10), Fraction(3, 10)]
 
 
 def test_a_search_over_all_lengths_anticipates_and_is_caught():
@@ -113,3 +121,23 @@ def test_choose_does_not_change_when_a_later_survival_of_an_unchosen_token_chang
     cost = lambda rows: (1.0, 2.0, 2.1, 2.2)[rows - 1]  # noqa: E731
     answers = {tuple(choose([[0.9, late, late]], cost, 3, search_all=search_all)) for late in (0.1, 0.5, 0.9)}
     assert (len(answers) == 1) is not search_all
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_what_is_kept_never_depends_on_a_later_survival(seed):
+    """Whatever the curve, capacity and weights: change the survivals of a row from draft j on, and drafts before j are
+    kept or not as they were."""
+    rng = random.Random(seed)
+    times = [1.0]
+    for _ in range(20):
+        times.append(times[-1] + rng.choice((0.0, 0.0, 0.1, 1.0)))
+    survivals = [sorted((rng.random() for _ in range(4)), reverse=True) for _ in range(3)]
+    plan = {"capacity": rng.randrange(13), "weights": [rng.uniform(0.5, 2) for _ in survivals]}
+    before = choose(survivals, times.__getitem__, 99, **plan)
+    for i, row in enumerate(survivals):
+        for j in range(len(row)):
+            head = row[:j]
+            low = sorted((rng.uniform(0, head[-1] if head else 1) for _ in row[j:]), reverse=True)
+            changed = [*survivals[:i], [*head, *low], *survivals[i + 1 :]]
+            after = choose(changed, times.__getitem__, 99, **plan)
+            assert min(after[i], j) == min(before[i], j)

@@ -155,22 +155,6 @@ def test_each_repetition_has_fresh_engines_without_prefix_reuse(tmp_path):
     )
 
 
-def test_many_streams_give_tokens_over_wall_time(tmp_path, monkeypatch):
-    clock = itertools.count()
-    monkeypatch.setattr("dspark.bench.harness.time.perf_counter", lambda: float(next(clock)))
-    llm = FakeLLM()
-    result = bench(tmp_path, llm=llm, settings={"concurrency": 4})
-    summary = summarise(result)
-    assert summary.cells[ALL, "suffix"].tokens_per_second == 44.0
-    assert summary.cells[ALL, "suffix"].speedup == 1.0 and MEAN not in summary.tasks
-    assert summary.cells["a", "suffix"].tokens_per_second is None
-    assert summary.cells["a", "suffix"].accepted_length == 2.0
-    assert all(entry[2].max_num_seqs == 4 for entry in llm.log if entry[0] == "built")
-    assert "44.0" in text_report(result, summary)
-    with pytest.raises(ValueError, match="concurrency 1"):
-        bench(tmp_path, settings={"concurrency": 2}, peers=[FakePeer()])
-
-
 def test_a_prompt_refused_once_is_left_out_for_all(tmp_path):
     result = bench(tmp_path, texts=("a1", "b" * 1400))
     summary = summarise(result)
@@ -206,7 +190,7 @@ def test_differences_are_judged_against_the_reference_of_the_same_engine(tmp_pat
 
 
 def test_settings_and_empty_selection_are_checked(tmp_path):
-    for field in ("repeat", "max_tokens", "concurrency"):
+    for field in ("repeat", "max_tokens"):
         with pytest.raises(ValueError, match=field):
             BenchSettings(**{field: 0})
     with pytest.raises(ValueError, match="selection is empty"):
@@ -215,9 +199,9 @@ def test_settings_and_empty_selection_are_checked(tmp_path):
 
 def test_engine_overrides_of_a_variant_win():
     llm = FakeLLM()
-    EngineParticipant(llm, parse_variant("suffix:exact"), concurrency=3)
+    EngineParticipant(llm, parse_variant("suffix:exact"))
     config = llm.log[0][2]
-    assert config.exact and config.max_num_seqs == 3 and not config.prefix_reuse
+    assert config.exact and config.max_num_seqs == 1 and not config.prefix_reuse
 
 
 # -- provenance and reports
@@ -330,7 +314,17 @@ def test_exact_check_fails_on_any_difference_in_exact_mode_only(tmp_path, monkey
         (["--repeat", "0"], "repeat"),
         (["--temperature", "nan"], "temperature"),
         (["--temperature", "0.5", "--exact-check"], "temperature 0"),
-        (["--peer", "hf", "--concurrency", "2"], "concurrency 1"),
+        (["--peer", "hf", "--concurrency", "2"], "one prompt at a time"),
+        (["--exact-check", "--rate", "2"], "one prompt at a time"),
+        (["--concurrency", "2,x"], "'x' is no number"),
+        (["--concurrency", "0"], "at least 1"),
+        (["--concurrency", "2,2"], "named twice"),
+        (["--rate", "-1"], "above 0"),
+        (["--rate", "1", "--burstiness", "0"], "burstiness"),
+        (["--slo", "ttft=1"], "for goodput under a load"),
+        (["--slo", "speed=1", "--rate", "1"], "ttft=SECONDS"),
+        (["--slo", "tpot=0", "--rate", "1"], "ttft=SECONDS"),
+        (["--concurrency", "50"], "50 clients for"),
         (["--tasks", "nope"], "nope"),
         (["--drafts", "none", "--repeat", "1", "--exact-check"], "compared nothing"),
     ],

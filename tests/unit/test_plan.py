@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dspark.config import POLICIES
 from dspark.plan.budget import choose
-from dspark.plan.cost import CostTable, PacedTable, profile
+from dspark.plan.cost import AGREEMENT, MAX_TRIES, CostTable, PacedTable, Shape, StepCost, profile
 from dspark.plan.length import (
     FIRST_HEURISTIC,
     PROBE_EVERY,
@@ -29,7 +29,7 @@ LINEAR = CostTable([(1, 1.0), (64, 64.0)])
 
 def test_cost_keeps_cliffs_and_extrapolates():
     table = CostTable([(4, 1.0), (1, 1.2), (8, 5.0)])
-    assert [table.seconds(rows) for rows in (1, 4, 6, 8, 16)] == [1.2, 1.0, 3.0, 5.0, 10.0]
+    assert [table.seconds(rows) for rows in (1, 4, 6, 8, 16)] == [1.2, 1.0, 3.0, 5.0, 13.0]
 
 
 @pytest.mark.parametrize("points", ([], [(0, 1.0)], [(1, 0.0)]))
@@ -54,6 +54,64 @@ def test_paced_costs_follow_the_clock_and_bear_hiccups():
     for _ in range(200):
         table.observe(4, 6.0, passes=3)
     assert table.seconds(1) == pytest.approx(1.0, rel=0.01)
+
+
+def test_sizes_that_disagree_are_tried_again_and_long_passes_are_left_out():
+    calls, rng = [], random.Random(0)
+
+    def run(rows):
+        calls.append(rows)
+        return rows * (1 + (rng.uniform(0, 0.7) if rows == 4 else 0.1 * AGREEMENT * rng.random()))
+
+    table = profile(run, max_rows=64, longest=7)
+    assert [rows for rows, _ in table.points] == [1, 2, 3, 4, 6, 8], "8 is the first that takes more than 7"
+    assert calls.count(6) < calls.count(4) <= 2 * 3 + MAX_TRIES
+
+
+def test_step_costs_learn_what_context_sequences_and_sampling_cost():
+    """From steps of all shapes whose times have 4% of noise: predictions within 3%, with the cliff kept."""
+    rng = random.Random(0)
+    table = CostTable([(1, 0.010), (16, 0.014), (17, 0.020), (64, 0.030), (128, 0.060)])
+    cost = StepCost(table, per_context=2e-7, per_seq_context=1e-6)
+
+    def true(shape):
+        contexts = 3e-7 * shape.context + 1.5e-6 * shape.seq_context
+        return 1.2 * table.seconds(shape.rows) + contexts + 1.1e-4 * shape.seqs + 3e-4 * shape.sampled
+
+    def draw():
+        seqs = rng.randrange(1, 33)
+        rows = seqs * rng.randrange(1, 4)
+        sampled = rows if rng.random() < 0.3 else 0
+        each = rng.randrange(50, 800)
+        return Shape(rows=rows, context=rows * each, seq_context=seqs * each, seqs=seqs, sampled=sampled)
+
+    for _ in range(400):
+        shape = draw()
+        cost.observe(shape, true(shape) * rng.gauss(1, 0.04))
+    errors = [abs(cost.predict(shape) / true(shape) - 1) for shape in (draw() for _ in range(200))]
+    assert sorted(errors)[100] < 0.03
+    cost.begin(Shape(rows=8, context=8 * 64, seqs=8, sampled=0))
+    assert cost.seconds(17) / cost.seconds(16) > 1.3, "a cliff stays a cliff"
+    cost.begin(Shape(rows=8, context=8 * 800, seqs=8, sampled=8))
+    dearer = cost.seconds(16) - cost.seconds(8)
+    cost.begin(Shape(rows=8, context=8 * 64, seqs=8, sampled=0))
+    assert dearer > 8 * 3e-4 + cost.seconds(16) - cost.seconds(8) - 1e-3, "a sampled row costs more"
+
+
+def test_step_costs_follow_the_clock_and_bear_hiccups():
+    cost = StepCost(CostTable([(1, 1.0), (4, 2.0)]))
+    assert cost.seconds(4) == 2.0 == cost.predict(Shape(rows=4)) and cost.points == [(1, 1.0), (4, 2.0)]
+    for _ in range(300):
+        cost.observe(Shape(rows=1), 1.5)
+    assert cost.seconds(4) == pytest.approx(3.0, rel=0.02)
+    cost.observe(Shape(rows=1), 1e6)
+    assert cost.seconds(1) < 2.1
+    for _ in range(300):
+        cost.observe(Shape(rows=4), 2.0)
+    assert cost.seconds(1) == pytest.approx(1.0, rel=0.02)
+    for _ in range(300):
+        cost.observe(Shape(rows=1), 1e-9)
+    assert cost.seconds(1) > 0, "a cost is never nothing"
 
 
 def test_choose_takes_all_when_flat_and_none_when_linear():
@@ -84,6 +142,32 @@ def test_search_is_the_best_of_all_prefix_vectors(survivals, seed):
     assert rate(stopped) >= rate([0] * len(survivals)) - 1e-12
 
 
+def test_capacity_crosses_a_cliff_that_stops_the_default():
+    """Tiles of four rows: the first draft beyond a tile pays for nothing by itself, eight good ones together do."""
+    cost = lambda rows: 0.4 + 1.0 * -(-rows // 4)  # noqa: E731
+    survivals = [[0.9, 0.8, 0.7, 0.6]] * 4
+    assert choose(survivals, cost, 99) == [0, 0, 0, 0]
+    best = choose(survivals, cost, 99, search_all=True)
+    assert choose(survivals, cost, 99, capacity=sum(best)) == best == [2, 2, 2, 2]
+    assert choose([[0.01] * 4] * 4, cost, 99, capacity=16) == [0, 0, 0, 0], "bad drafts are not kept for its sake"
+
+
+@given(st.lists(falling, min_size=1, max_size=3), st.integers(0, 9), st.integers(0, 2**32))
+def test_capacity_takes_prefixes_in_order_of_survival(survivals, capacity, seed):
+    rng = random.Random(seed)
+    table = CostTable([(rows, rng.uniform(0.5, 3)) for rows in range(1, 16)])
+    lengths = choose(survivals, table.seconds, 99, capacity=capacity)
+    kept = [s for row, n in zip(survivals, lengths) for s in row[:n]]
+    left = [s for row, n in zip(survivals, lengths) for s in row[n:]]
+    assert not kept or not left or min(kept) >= max(left)
+
+
+def test_weights_say_what_a_token_of_each_row_is_worth():
+    cost = lambda rows: 1 + 0.2 * (rows - 2)  # noqa: E731
+    assert choose([[0.5], [0.6]], cost, 1) == [0, 1]
+    assert choose([[0.5], [0.6]], cost, 1, weights=[2.0, 1.0]) == [1, 0]
+
+
 def test_choose_counts_what_rows_that_are_not_for_choice_bring():
     """A draft of 0.5 is worth a pass 1.4 times as long to a row alone, not beside a row that brings nine tokens."""
     cost = lambda rows: {1: 1.0, 2: 1.4, 10: 2.0, 11: 2.4}[rows]  # noqa: E731
@@ -92,7 +176,7 @@ def test_choose_counts_what_rows_that_are_not_for_choice_bring():
 
 
 def features(seq_id=1, *, num_rows=1, step=0):
-    return Features(seq_id=seq_id, num_rows=num_rows, step=step)
+    return Features(seq_id=seq_id, num_rows=num_rows, step=step, room=99)
 
 
 def adaptive(acceptance, *, max_tokens=8, draft=0.3, target=FLAT):

@@ -12,7 +12,7 @@ from dspark.engine.speculator import Speculator
 from dspark.model.runner import build_runner
 from dspark.observe import ProfileLog
 from dspark.params import RequestSpeculation, SamplingParams
-from dspark.plan.cost import CostTable, PacedTable
+from dspark.plan.cost import CostTable, PacedTable, StepCost
 from dspark.plan.history import History
 from dspark.plan.length import PolicyInputs, build_policies
 from dspark.plan.replay import answer_from_dict, costs_from_dict
@@ -37,7 +37,7 @@ def answers(runner):
 
 def speculator(drafter, *, policy="adaptive", max_tokens=6, cost=FLAT, draft_cost=None, paced=False):
     history = History()
-    cost, draft_cost = PacedTable(cost), draft_cost and PacedTable(draft_cost)
+    cost, draft_cost = StepCost(cost), draft_cost and PacedTable(draft_cost)
     for table in (cost, draft_cost):
         if table is not None and not paced:
             table.observe = lambda *args, **kwargs: None  # decisions of a test must not hang on the clock

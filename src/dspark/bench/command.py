@@ -13,7 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dspark.bench.harness import Peer, Result
+    from dspark.bench.arrivals import Load
+    from dspark.bench.data import PromptRow
+    from dspark.bench.harness import BenchSettings, Peer, Result
+    from dspark.bench.load import LoadResult
+    from dspark.bench.load_summary import Slo
     from dspark.bench.summary import Summary
     from dspark.bench.variants import Variant
 
@@ -35,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare every option on `parser`."""
     _add_subject(parser.add_argument)
     _add_measure(parser.add_argument)
+    _add_load(parser.add_argument_group("load").add_argument)
     _add_results(parser.add_argument)
     _add_engine_arguments(parser.add_argument_group("engine"))
 
@@ -60,11 +65,19 @@ def _add_subject(add: Callable[..., Any]) -> None:
 
 
 def _add_measure(add: Callable[..., Any]) -> None:
-    streams = "above 1: all prompts in one call, at most N running; output tokens / wall time (%(default)s)"
     add("--max-tokens", type=int, default=128, metavar="N", help="longest answer (%(default)s)")
     add("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy; above it, a fixed seed a prompt (0)")
     add("--repeat", type=int, default=3, metavar="N", help="repetitions (%(default)s)")
-    add("--concurrency", type=int, default=1, metavar="N", help=streams)
+
+
+def _add_load(add: Callable[..., Any]) -> None:
+    closed = "closed loops of N clients each, such as 1,2,4,8 (neither: one stream, prompt by prompt)"
+    opened = "open loops of R requests/s each, such as 0.5,2,inf"
+    burst = "gaps of an open loop are Gamma(B) distributed: 1 is Poisson, less is burstier (%(default)s)"
+    add("--concurrency", metavar="LIST", help=closed)
+    add("--rate", metavar="LIST", help=opened)
+    add("--burstiness", type=float, default=1.0, metavar="B", help=burst)
+    add("--slo", metavar="LIMITS", help="for goodput: ttft=SECONDS,tpot=SECONDS, either or both")
 
 
 def _add_results(add: Callable[..., Any]) -> None:
@@ -91,27 +104,100 @@ def run(args: argparse.Namespace, *, progress: Progress | None = None, argv: Seq
     `progress` is handed to the model's loader. `argv` is the command for the record (sys.argv).
     Raises ValueError, one line, for bad input.
     """
+    from dspark.bench.arrivals import parse_loads
     from dspark.bench.data import interleave, load_rows
-    from dspark.bench.harness import BenchSettings, run_bench
-    from dspark.bench.report import text_report
-    from dspark.bench.summary import summarise
+    from dspark.bench.harness import BenchSettings
     from dspark.bench.variants import parse_variants
 
     variants = parse_variants(args.drafts)  # cheap checks before a model is loaded
-    settings = BenchSettings(
-        max_tokens=args.max_tokens, temperature=args.temperature, repeat=args.repeat, concurrency=args.concurrency
-    )
+    settings = BenchSettings(max_tokens=args.max_tokens, temperature=args.temperature, repeat=args.repeat)
     settings.params(0)
+    loads = parse_loads(args.concurrency, args.rate, burstiness=args.burstiness)
+    slo = parse_slo(args.slo)
     if args.exact_check and args.temperature > 0:
         raise ValueError("--exact-check compares greedy answers: use it with --temperature 0")
-    if args.peer and args.concurrency > 1:
-        raise ValueError("--peer answers one prompt at a time: use it with --concurrency 1")
+    if loads and (args.peer or args.exact_check):
+        raise ValueError(
+            "--peer and --exact-check answer one prompt at a time: use them without --concurrency and --rate"
+        )
+    if args.slo is not None and not loads:
+        raise ValueError("--slo is for goodput under a load: give --concurrency or --rate as well")
     _require_matplotlib()
     tasks = [task.strip() for task in args.tasks.split(",") if task.strip()] if args.tasks else None
     rows = load_rows(args.data, per_task=args.per_task, tasks=tasks)
     if args.interleave:
         rows = interleave(rows)
     llm = load_llm(args, progress=progress)
+    argv = sys.argv if argv is None else argv
+    if loads:
+        return _run_loads(args, llm, variants, rows, loads, settings=settings, slo=slo, argv=argv)
+    return _run_stream(args, llm, variants, rows, settings=settings, argv=argv, progress=progress)
+
+
+def parse_slo(text: str | None) -> Slo:
+    """`ttft=0.5,tpot=0.05`, seconds, either or both. Raises ValueError with the spelling."""
+    from dspark.bench.load_summary import Slo
+
+    limits: dict[str, float] = {}
+    for part in (text or "").split(","):
+        if part.strip():
+            name, _, value = (word.strip() for word in part.partition("="))
+            try:
+                limits[name] = float(value)
+            except ValueError:
+                limits[name] = 0.0
+            if name not in ("ttft", "tpot") or not limits[name] > 0:
+                raise ValueError(f"--slo {part.strip()!r} is no limit: write ttft=SECONDS,tpot=SECONDS, either or both")
+    return Slo(**limits)
+
+
+def _run_loads(
+    args: argparse.Namespace,
+    llm: Any,
+    variants: Sequence[Variant],
+    rows: Sequence[PromptRow],
+    loads: Sequence[Load],
+    *,
+    settings: BenchSettings,
+    slo: Slo,
+    argv: Sequence[str],
+) -> int:
+    """Requests as a server meets them."""
+    from dspark.bench.load import run_load
+    from dspark.bench.load_report import load_lines, load_page, load_text, plot_load
+    from dspark.bench.load_summary import summarise_load
+
+    result = run_load(llm, variants, rows, loads=loads, settings=settings, progress=_say)
+    figures = summarise_load(result, slo)
+    head = _head(args, llm, result, argv=argv)
+    stem, title = _stem(args), f"{_model_name(args)} under load: {', '.join(result.names)}"
+    plot = stem.with_name(f"{stem.name}.png")
+    plot_load(result, figures, plot, title=title)
+    page = load_page(result, figures, slo, title=title, head=head, plot=plot.name)
+    _write(stem, load_lines(result, figures, head=head), page)
+    if args.json:
+        document = {"head": head, "figures": [cell.as_dict() for cell in figures.values()]}
+        print(json.dumps(document, ensure_ascii=False, indent=2))
+    else:
+        print(load_text(result, figures, slo))
+    return 0
+
+
+def _run_stream(
+    args: argparse.Namespace,
+    llm: Any,
+    variants: Sequence[Variant],
+    rows: Sequence[PromptRow],
+    *,
+    settings: BenchSettings,
+    argv: Sequence[str],
+    progress: Progress | None,
+) -> int:
+    """One stream, prompt by prompt."""
+    from dspark.bench.harness import run_bench
+    from dspark.bench.report import text_report
+    from dspark.bench.summary import summarise
+
     result = run_bench(
         llm,
         variants,
@@ -122,8 +208,8 @@ def run(args: argparse.Namespace, *, progress: Progress | None = None, argv: Seq
         progress=_say,
     )
     summary = summarise(result)
-    head = _head(args, llm, result, argv=sys.argv if argv is None else argv)
-    _write(args, result, summary, head=head)
+    head = _head(args, llm, result, argv=argv)
+    _write_stream(args, result, summary, head=head)
     print(_as_json(result, summary, head=head) if args.json else text_report(result, summary))
     return _verdict(result, check=args.exact_check)
 
@@ -190,7 +276,7 @@ def _say(line: str) -> None:
     print(f"dspark bench: {line}", file=sys.stderr, flush=True)
 
 
-def _head(args: argparse.Namespace, llm: Any, result: Result, *, argv: Sequence[str]) -> dict[str, Any]:
+def _head(args: argparse.Namespace, llm: Any, result: Result | LoadResult, *, argv: Sequence[str]) -> dict[str, Any]:
     from dataclasses import asdict
 
     from dspark.provenance import provenance
@@ -200,34 +286,47 @@ def _head(args: argparse.Namespace, llm: Any, result: Result, *, argv: Sequence[
         "bench": {**asdict(result.settings), "data": args.data, "tasks": args.tasks, "per_task": args.per_task},
         "info": llm.info(),
         "variants": result.configs,
-        "peers": result.peer_names,
+        "peers": getattr(result, "peer_names", []),
     }
     device = str(llm.info().get("device", "cpu"))
     return provenance(argv, config=config, threads=num_threads(llm), device=device)
 
 
-def _write(args: argparse.Namespace, result: Result, summary: Summary, *, head: dict[str, Any]) -> None:
-    from dspark.bench.plot import plot_speedups
-    from dspark.bench.report import free_stem, json_lines, markdown_report
+def _model_name(args: argparse.Namespace) -> str:
+    path = Path(str(args.model))
+    return path.stem if path.suffix == ".gguf" else path.name
+
+
+def _stem(args: argparse.Namespace) -> Path:
+    """Where the result files of this run go, without their ending. Raises ValueError where nothing can be written."""
+    from dspark.bench.report import free_stem
 
     folder = Path(args.out)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"--out {folder}: {error.strerror}; give a folder that can be written") from None
-    model = Path(str(args.model)).stem if str(args.model).endswith(".gguf") else Path(str(args.model)).name
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", args.name or model).strip("-") or "bench"
-    stem = free_stem(folder, name, date=datetime.date.today())
-    title = f"{model}: {', '.join(result.names)}"
-    plot = None
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", args.name or _model_name(args)).strip("-") or "bench"
+    return free_stem(folder, name, date=datetime.date.today())
+
+
+def _write_stream(args: argparse.Namespace, result: Result, summary: Summary, *, head: dict[str, Any]) -> None:
+    from dspark.bench.plot import plot_speedups
+    from dspark.bench.report import json_lines, markdown_report
+
+    stem, plot = _stem(args), None
+    title = f"{_model_name(args)}: {', '.join(result.names)}"
     if len(result.names) > 1:
         plot = stem.with_name(f"{stem.name}.png")
         plot_speedups(summary, plot, title=title)
-    lines = json_lines(result, summary, head=head)
-    stem.with_name(f"{stem.name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     page = markdown_report(result, summary, title=title, head=head, plot=plot.name if plot else None)
+    _write(stem, json_lines(result, summary, head=head), page)
+
+
+def _write(stem: Path, lines: Sequence[str], page: str) -> None:
+    stem.with_name(f"{stem.name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     stem.with_name(f"{stem.name}.md").write_text(page, encoding="utf-8")
-    _say(f"written {stem}.jsonl, .md" + (" and .png" if plot else ""))
+    _say(f"written {stem}.jsonl and .md, and a plot where there is something to plot")
 
 
 def _as_json(result: Result, summary: Summary, *, head: dict[str, Any]) -> str:

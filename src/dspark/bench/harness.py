@@ -4,7 +4,6 @@ It must never let a variant profit from its place in the order, from an earlier 
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -56,17 +55,6 @@ class Measurement:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BatchTiming:
-    """All prompts in one call (concurrency > 1): output tokens over wall seconds; phases are those of the call."""
-
-    variant: str
-    repetition: int
-    num_tokens: int
-    seconds: float
-    phases: Mapping[str, float]
-
-
-@dataclass(frozen=True, kw_only=True)
 class Difference:
     """The comparison of one answer with the reference's in the same repetition."""
 
@@ -84,10 +72,9 @@ class BenchSettings:
     max_tokens: int = 128
     temperature: float = 0.0
     repeat: int = 3
-    concurrency: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("max_tokens", "repeat", "concurrency"):
+        for name in ("max_tokens", "repeat"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not usable: give at least 1")
 
@@ -105,7 +92,6 @@ class Result:
     num_variants: int
     settings: BenchSettings
     measurements: list[Measurement] = field(default_factory=list)
-    timings: list[BatchTiming] = field(default_factory=list)
     differences: list[Difference] = field(default_factory=list)
     refused: dict[int, str] = field(default_factory=dict)
     configs: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -130,25 +116,16 @@ class Peer(Protocol):
 class EngineParticipant:
     """One variant with an engine of its own: caches, drafter and policy are fresh, the target's weights shared."""
 
-    def __init__(self, llm: Any, variant: Variant, *, concurrency: int) -> None:
-        overrides = {"prefix_reuse": False, "max_num_seqs": concurrency} | dict(variant.engine)
+    def __init__(self, llm: Any, variant: Variant) -> None:
+        overrides = {"prefix_reuse": False, "max_num_seqs": 1} | dict(variant.engine)
         self.name = variant.name
         self.llm = llm.variant(speculation=variant.speculation, **overrides)
 
     def answer(self, prompt: Sequence[int], params: SamplingParams) -> Answer:
-        return self.answers([prompt], [params])[0][0]
-
-    def answers(
-        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
-    ) -> tuple[list[Answer], float, dict[str, float]]:
-        """Answers in order, wall seconds of the call, and its seconds by phase (an answer's own when it is alone)."""
+        """With the seconds by phase of this answer alone."""
         self.llm.reset_stats()
-        start = time.perf_counter()
-        outputs = self.llm.generate([list(prompt) for prompt in prompts], list(params))
-        wall = time.perf_counter() - start
-        phases = dict(self.llm.stats.seconds)
-        alone = phases if len(outputs) == 1 else {}
-        return [_answer(output, phases=alone) for output in outputs], wall, phases
+        (output,) = self.llm.generate([list(prompt)], [params])
+        return _answer(output, phases=dict(self.llm.stats.seconds))
 
 
 def _answer(output: RequestOutput, *, phases: Mapping[str, float]) -> Answer:
@@ -178,14 +155,12 @@ def run_bench(
     """Measure `variants` (the first of them the baseline, plain decoding) and `peers` over `rows`.
 
     `llm` is the plain LLM whose weights all variants share. One stream: prompt by prompt, every participant in turn,
-    the order moved on by one with each prompt and each repetition, so that a drift of the machine hits all alike.
-    `concurrency` > 1: all prompts in one call, variants in turn. Each repetition starts with new engines: nothing
+    the order moved on by one with each prompt and each repetition, so that a drift of the machine hits all alike
+    (many streams: bench/load). Each repetition starts with new engines: nothing
     learned from an answer, by a suffix store or a length policy, meets the same prompt again. Prefix reuse is off.
     """
     if not rows:
         raise ValueError("no prompts to measure: the selection is empty; relax --tasks or --per-task")
-    if peers and settings.concurrency > 1:
-        raise ValueError("peers answer one prompt at a time: use them with concurrency 1")
     assert variants and variants[0].plain and not variants[0].engine, "the first variant is the baseline"
     result = Result(
         rows=list(rows),
@@ -195,12 +170,9 @@ def run_bench(
     )
     prompts = encode_rows(rows, llm.tokenizer)
     for repetition in range(settings.repeat):
-        engines = [EngineParticipant(llm, variant, concurrency=settings.concurrency) for variant in variants]
+        engines = [EngineParticipant(llm, variant) for variant in variants]
         _warm_up([*engines, *peers], prompt=llm.tokenizer.encode(WARM_UP), settings=settings)
-        if settings.concurrency == 1:
-            _one_stream(result, [*engines, *peers], prompts, repetition=repetition, progress=progress)
-        else:
-            _many(result, engines, prompts, repetition=repetition, progress=progress)
+        _one_stream(result, [*engines, *peers], prompts, repetition=repetition, progress=progress)
         result.configs = {engine.name: engine.llm.info() for engine in engines}
         del engines
         gc.collect()  # engines hold caches of gigabytes, in cycles; free them before the next are made
@@ -232,28 +204,6 @@ def _one_stream(
             _keep(result, participant.answer(prompt, params), row=row, variant=participant.name, repetition=repetition)
         label = f"{result.rows[row].task}/{result.rows[row].id}"
         progress(f"repetition {repetition + 1}/{result.settings.repeat}, prompt {row + 1}/{len(prompts)} ({label})")
-
-
-def _many(
-    result: Result,
-    engines: Sequence[EngineParticipant],
-    prompts: Sequence[Sequence[int]],
-    *,
-    repetition: int,
-    progress: Callable[[str], None],
-) -> None:
-    shift = repetition % len(engines)
-    params = [result.settings.params(row) for row in range(len(prompts))]
-    for engine in [*engines[shift:], *engines[:shift]]:
-        answers, wall, phases = engine.answers(prompts, params)
-        for row, answer in enumerate(answers):
-            _keep(result, answer, row=row, variant=engine.name, repetition=repetition)
-        num_tokens = sum(len(answer.tokens) for answer in answers)
-        result.timings.append(
-            BatchTiming(variant=engine.name, repetition=repetition, num_tokens=num_tokens, seconds=wall, phases=phases)
-        )
-        speed = f"{engine.name}: {num_tokens / wall:.1f} tokens/s"
-        progress(f"repetition {repetition + 1}/{result.settings.repeat}, {speed}")
 
 
 def _keep(result: Result, answer: Answer, *, row: int, variant: str, repetition: int) -> None:

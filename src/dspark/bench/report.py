@@ -120,8 +120,6 @@ def notes(result: Result) -> list[str]:
     """What a reader must know to believe the figures."""
     settings = result.settings
     streams = "one stream; participants take turns prompt by prompt"
-    if settings.concurrency > 1:
-        streams = f"{settings.concurrency} streams, all prompts in one call; variants take turns"
     lines = [
         f"{len(result.rows) - len(result.refused)} prompts, {settings.repeat} repetitions, "
         f"up to {settings.max_tokens} tokens, temperature {settings.temperature:g}, {streams}, "
@@ -139,12 +137,13 @@ def notes(result: Result) -> list[str]:
 
 def text_report(result: Result, summary: Summary) -> str:
     """For a terminal."""
-    blocks = [f"{table.title}\n{_aligned([table.header, *table.rows])}" for table in sections(result, summary)]
+    blocks = [f"{table.title}\n{aligned([table.header, *table.rows])}" for table in sections(result, summary)]
     formulas = "\n".join(f"  {name}: {formula}" for name, formula in FORMULAS)
     return "\n\n".join([*blocks, "\n".join(notes(result)), f"formulas\n{formulas}"])
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> str:
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Columns for a terminal, the first row ruled off."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []
     for row in rows:
@@ -159,18 +158,24 @@ def markdown_report(result: Result, summary: Summary, *, title: str, head: Mappi
     if plot:
         lines += [f"![speedup by task]({plot})", ""]
     for table in sections(result, summary):
-        rows = [table.header, ["---", *["---:"] * (len(table.header) - 1)], *table.rows]
-        lines += [f"**{table.title}**", "", *("| " + " | ".join(_escaped(row)) + " |" for row in rows), ""]
+        lines += [f"**{table.title}**", "", *markdown_table([table.header, *table.rows]), ""]
     lines += [*(f"- {note}" for note in notes(result)), "", "How each number is made:", ""]
-    lines += [*(f"- {name}: {formula}" for name, formula in FORMULAS), "", _machine(head), ""]
+    lines += [*(f"- {name}: {formula}" for name, formula in FORMULAS), "", machine(head), ""]
     return "\n".join(lines)
+
+
+def markdown_table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a table; the first row is its header, the first column names the rows."""
+    ruled = [rows[0], ["---", *["---:"] * (len(rows[0]) - 1)], *rows[1:]]
+    return ["| " + " | ".join(_escaped(row)) + " |" for row in ruled]
 
 
 def _escaped(row: Sequence[str]) -> list[str]:
     return [cell.replace("|", "\\|") for cell in row]
 
 
-def _machine(head: Mapping[str, Any]) -> str:
+def machine(head: Mapping[str, Any]) -> str:
+    """On what a result was measured, from its provenance."""
     git = head.get("git")
     code = f"commit {git['commit'][:12]}{' with changes' if git['dirty'] else ''}" if git else "no git"
     versions = ", ".join(f"{name} {version}" for name, version in head["versions"].items())
@@ -184,7 +189,6 @@ def json_lines(result: Result, summary: Summary, *, head: Mapping[str, Any]) -> 
     records: list[dict[str, Any]] = [{"kind": "head", **head, "notes": notes(result), "formulas": dict(FORMULAS)}]
     records += [{"kind": "figures", **cell.as_dict()} for cell in summary.cells.values()]
     records += difference_rows(result)
-    records += [{"kind": "call", **t.__dict__, "tokens_per_second": t.num_tokens / t.seconds} for t in result.timings]
     records += [{"kind": "answer", **measurement_row(result, m)} for m in result.measurements]
     return [json.dumps({"run": run, **record}, ensure_ascii=False) for record in records]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-from dspark.bench.harness import BatchTiming, Measurement, Result
+from dspark.bench.harness import Measurement, Result
 from dspark.bench.stats import (
     Interval,
     Pair,
@@ -29,11 +29,10 @@ MEAN = "mean of tasks"
 FORMULAS = (
     (
         "tokens/s",
-        "one stream: decoding alone, (n - 1) / (time of the last token - time of the first) for an answer of n tokens, "
+        "decoding alone, (n - 1) / (time of the last token - time of the first) for an answer of n tokens, "
         "end-of-text respected; for each prompt the median over the repetitions, then the median over the prompts. "
         "A peer whose first step delivers m tokens: (n - m) / (time after that step)",
     ),
-    ("tokens/s, many", "all prompts in one call: output tokens / wall seconds, median over the repetitions"),
     (
         "speedup",
         "median tokens/s of the variant / median tokens/s of plain decoding in this run, over the prompts that both "
@@ -41,8 +40,7 @@ FORMULAS = (
     ),
     (
         "interval",
-        "95% percentile bootstrap, 2000 resamples of paired prompts (paired repetitions with many streams; inside each "
-        "task for the mean of tasks)",
+        "95% percentile bootstrap, 2000 resamples of paired prompts (inside each task for the mean of tasks)",
     ),
     ("accepted length", "tokens emitted / target passes that emitted tokens, the target's own token included"),
     ("acceptance", "drafts accepted / drafts verified"),
@@ -123,19 +121,13 @@ def summarise(result: Result) -> Summary:
     for name in result.names:
         for task, rows in [*of_task.items(), (ALL, everything)]:
             cells[task, name] = _figures(result, task=task, name=name, rows=rows, speeds=speeds)
-    if result.timings:
-        for name in result.names:
-            cells[ALL, name] = _with_timings(cells[ALL, name], result)
-        return Summary(tasks=[*of_task, ALL], variants=result.names, cells=cells)
     for name in result.names:
         cells[MEAN, name] = _mean_cell(name, of_task=of_task, speeds=speeds, baseline=result.baseline)
     return Summary(tasks=[*of_task, ALL, MEAN], variants=result.names, cells=cells)
 
 
 def _speeds(result: Result, name: str) -> dict[int, float]:
-    """Row -> tokens/s, the median over the repetitions; empty when all prompts ran in one call."""
-    if result.timings:
-        return {}
+    """Row -> tokens/s, the median over the repetitions."""
     mine = [m for m in result.measurements if m.variant == name]
     return medians_by(mine, key=lambda m: m.row, value=lambda m: m.answer.tokens_per_second)
 
@@ -183,25 +175,6 @@ def _summed(phases: Sequence[Mapping[str, float]]) -> dict[str, float]:
         for phase, value in seconds.items():
             total[phase] = total.get(phase, 0.0) + value
     return total
-
-
-def _with_timings(cell: Figures, result: Result) -> Figures:
-    """Speeds of a run with many streams: one figure for each call."""
-
-    def by_repetition(name: str) -> dict[int, float]:
-        return {t.repetition: t.num_tokens / t.seconds for t in result.timings if t.variant == name}
-
-    base, mine = by_repetition(result.baseline), by_repetition(cell.variant)
-    pairs = _pairs(sorted(mine), base, mine)
-    paired = cell.variant != result.baseline
-    timings: list[BatchTiming] = [t for t in result.timings if t.variant == cell.variant]
-    return replace(
-        cell,
-        phases=_summed([timing.phases for timing in timings]),
-        tokens_per_second=statistics.median(mine.values()),
-        speedup=ratio_of_medians(pairs) if paired else None,
-        interval=bootstrap_ratio(pairs) if paired else None,
-    )
 
 
 def _mean_cell(

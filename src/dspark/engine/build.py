@@ -4,7 +4,6 @@ It must never load the same weights twice in one process, or start an engine who
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -19,22 +18,22 @@ from dspark.draft.block import added_layers
 from dspark.draft.portfolio import Portfolio
 from dspark.engine.heads import HeadCosts, build_head_drafter, load_draft_head, measure_head_cost
 from dspark.engine.loop import Engine
+from dspark.engine.measure import PassCost, known_cost
 from dspark.engine.scheduler import Scheduler
 from dspark.engine.speculator import Speculator
 from dspark.engine.text_kinds import TextKinds
-from dspark.model.batch import Span, pack
 from dspark.model.cache import KVCache, LayerSpec
 from dspark.model.load import LoadedModel, load_model
 from dspark.model.runner import build_runner
 from dspark.model.tokenizer import Tokenizer
-from dspark.plan.cost import CostTable, PacedTable, profile
+from dspark.plan.cost import PacedTable, StepCost
 from dspark.plan.history import History
 from dspark.plan.length import PolicyInputs, build_policies
 
 Progress = Callable[[str, int, int], None]
-PROFILE_CONTEXT = 64
-MAX_PROFILE_ROWS = 32
 CPU_CACHE_SHARE = 0.25
+MOST_DRAFTS = 32
+"""Of a row, that a sliding window's pages are counted for."""
 MEASURING_POLICIES = ("adaptive", "shadow")
 """Policies for which passes are timed at the start; a profile recorded under "shadow" tells what they cost."""
 HEAD_QUANTIZATION = "int8"
@@ -55,7 +54,7 @@ class Target:
     tokenizer: Tokenizer = field(init=False)
     facts: LoadedModel = field(init=False)
     runners: dict[tuple, Any] = field(default_factory=dict)
-    costs: dict[tuple, CostTable] = field(default_factory=dict)
+    costs: dict[tuple, PassCost] = field(default_factory=dict)
     drafts: dict[tuple, Target] = field(default_factory=dict)
     heads: dict[str, Any] = field(default_factory=dict)
 
@@ -92,11 +91,14 @@ class Target:
         model: Any = loaded.model
         return model.get_input_embeddings().weight.detach(), model.get_output_embeddings().weight.detach()
 
-    def cost(self, runner: Any, *, page_size: int) -> CostTable:
-        """Seconds of a pass by rows, measured once for each runner."""
+    def cost(self, runner: Any, *, page_size: int) -> PassCost:
+        """Seconds of a pass, measured once for each runner, and kept on disk for the next start."""
         key = (id(runner),)
         if key not in self.costs:
-            self.costs[key] = measure_cost(runner, page_size=page_size)
+            (quantization,) = (made_with[2] for made_with, made in self.runners.items() if made is runner)
+            self.costs[key] = known_cost(
+                runner, model=self.name, quantization=quantization, threads=self.threads, page_size=page_size
+            )
         return self.costs[key]
 
     def draft(self, name: str) -> Target:
@@ -159,7 +161,7 @@ def build_speculator(
         return _head_speculator(target, runner, config, speculation, cache=cache, head=head)
     drafter, draft_cost = _build_drafter(target, config, speculation, max_context=max_context)
     num_tokens = speculation.num_speculative_tokens if speculation.method != "none" else 0
-    cost = PacedTable(target.cost(runner, page_size=config.page_size)) if _needs_cost(speculation) else None
+    cost = target.cost(runner, page_size=config.page_size).step_cost() if _needs_cost(speculation) else None
     return _speculator(drafter, speculation, num_tokens=num_tokens, cost=cost, draft_cost=draft_cost)
 
 
@@ -175,7 +177,7 @@ def _speculator(
     *,
     num_tokens: int,
     history: History | None = None,
-    cost: PacedTable | None = None,
+    cost: StepCost | None = None,
     draft_cost: PacedTable | None = None,
     block_costs: HeadCosts | None = None,
     block_sources: Mapping[str, str] = MappingProxyType({}),
@@ -229,7 +231,7 @@ def _head_speculator(
         free = drafter if lookup is None else Portfolio(drafter, costs=None, lookup=lookup, survival=survival)
         return _speculator(free, speculation, num_tokens=num_tokens, history=history)
     costs = HeadCosts(
-        passes=PacedTable(target.cost(runner, page_size=config.page_size)),
+        passes=target.cost(runner, page_size=config.page_size).step_cost(),
         greedy=PacedTable(measure_head_cost(drafter, num_tokens=num_tokens)),
         sampled=PacedTable(measure_head_cost(drafter, num_tokens=num_tokens, temperature=1.0)),
     )
@@ -266,7 +268,7 @@ def _build_drafter(
         num_valid_tokens=min(target.facts.num_valid_tokens, draft.facts.num_valid_tokens),
         max_chunk=config.max_num_batched_tokens,
     )
-    cost = PacedTable(draft.cost(runner, page_size=config.page_size)) if _needs_cost(speculation) else None
+    cost = PacedTable(draft.cost(runner, page_size=config.page_size).table) if _needs_cost(speculation) else None
     return drafter, cost
 
 
@@ -311,7 +313,7 @@ def build_cache(
             )
         max_context = num_pages * page_size
     window = max(s.window for s in specs)
-    per_row = -(-window // page_size) + 2 + MAX_PROFILE_ROWS // page_size
+    per_row = -(-window // page_size) + 2 + MOST_DRAFTS // page_size
     window_pages = config.max_num_seqs * per_row + -(-config.max_num_batched_tokens // page_size)
     cache = KVCache(
         specs,
@@ -329,27 +331,3 @@ def _default_bytes(runner: Any) -> float:
     if torch.device(runner.device).type == "cuda":
         return torch.cuda.mem_get_info()[0] * CUDA_CACHE_SHARE
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * CPU_CACHE_SHARE
-
-
-def measure_cost(runner: Any, *, page_size: int) -> CostTable:
-    """Time passes of one sequence with PROFILE_CONTEXT tokens behind it, on a cache of their own."""
-    max_rows = min(MAX_PROFILE_ROWS, max(1, runner.max_context // 2))
-    behind = min(PROFILE_CONTEXT, runner.max_context - max_rows)
-    length = behind + max_rows
-    cache = KVCache(
-        runner.layer_specs,
-        num_pages=-(-length // page_size),
-        page_size=page_size,
-        dtype=runner.cache_dtype,
-        device=runner.device,
-    )
-    cache.open(0, [0] * length)
-    cache.reserve(0, length)
-
-    def run(rows: int) -> float:
-        span = Span(seq_id=0, start=behind, tokens=[0] * rows, num_logits=rows)
-        start = time.perf_counter()
-        runner.forward(pack([span], cache), cache).logits.argmax(dim=-1).tolist()
-        return time.perf_counter() - start
-
-    return profile(run, max_rows=max_rows)

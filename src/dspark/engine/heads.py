@@ -17,7 +17,7 @@ from dspark.draft.base import DraftRow, registry
 from dspark.model.cache import KVCache
 from dspark.model.load import resolve
 from dspark.params import SamplingParams
-from dspark.plan.cost import CostTable, PacedTable, profile
+from dspark.plan.cost import CostTable, PacedTable, StepCost, profile
 from dspark.sampling import Processors, RowSampler
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ class HeadCosts:
     """Tables for draft/portfolio.Costs: `passes` of the target by packed rows, draft passes by `greedy` and by
     `sampled` rows."""
 
-    passes: PacedTable
+    passes: StepCost
     greedy: PacedTable
     sampled: PacedTable
 

@@ -24,7 +24,8 @@ from dspark.engine.loop import Engine
 from dspark.engine.recording import recorded
 from dspark.engine.totals import EngineTotals
 from dspark.noise import Noise
-from dspark.params import SamplingParams
+from dspark.params import RequestSpeculation, SamplingParams
+from dspark.plan.guard import GuardedPolicy
 from dspark.plan.length import LengthPolicy
 from dspark.sampling import Processors, RowSampler
 from dspark.types import CompletionOutput, Request, RequestOutput, RowStep, Sequence, StepStats
@@ -130,10 +131,16 @@ class LLM:
         self.engine.row_sinks.append(sink)
 
     def add_policy(self, name: str, policy: LengthPolicy) -> None:
-        """A length policy of your own (plan/length.LengthPolicy), for requests with speculation={"policy": name}."""
-        if name in self.engine.speculator.policies:
+        """A length policy of your own (plan/length.LengthPolicy), for requests with speculation={"policy": name}.
+
+        If it raises or answers nonsense, a warning says so once and its requests go on without drafts. Raises
+        ValueError for what is no policy, and for a name that no request can ask for or that there is already.
+        """
+        RequestSpeculation(policy="" if name is None else name)
+        speculator = self.engine.speculator
+        if name in speculator.policies:
             raise ValueError(f"there is a policy {name!r} already: choose another name")
-        self.engine.speculator.policies[name] = policy
+        speculator.policies[name] = GuardedPolicy(name, policy, has_costs=speculator.cost is not None)
 
     def profile(self, path: str | Path) -> AbstractContextManager[None]:
         """`with llm.profile("profile.jsonl"):` writes what is drafted for every answer, and how much of it holds."""

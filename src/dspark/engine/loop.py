@@ -17,6 +17,7 @@ from dspark.engine.ends import StopWatcher, append_token
 from dspark.engine.scheduler import Scheduler, Work
 from dspark.engine.speculator import RowPlan, Speculator
 from dspark.engine.totals import Clock, EngineTotals
+from dspark.law import largest
 from dspark.model.batch import Packed, Span, pack
 from dspark.model.cache import KVCache
 from dspark.sampling import RowSampler, packed_laws, raw_logprobs
@@ -96,7 +97,7 @@ class Engine:
         clock.mark("verify")
         stats = self._commit(works, drafts, kept, verdicts, packed, output)
         clock.mark("commit")
-        self.speculator.time(works, drafts, packed=packed.num_tokens, seconds=clock.seconds)
+        self.speculator.time(works, drafts, seconds=clock.seconds)
         self._report(stats, packed, clock.seconds)
         return [work.seq for work in works if work.samples]
 
@@ -176,7 +177,7 @@ class Engine:
 
     def _verify(self, works: list[Work], kept: list[Draft], logits: Tensor) -> list[Verdict | None]:
         """A verdict for each row that samples."""
-        best = torch.argmax(logits[:, : self.num_valid_tokens], dim=-1).tolist() if len(logits) else []
+        best = largest(logits, self.num_valid_tokens) if len(logits) else []
         verdicts: list[Verdict | None] = [None] * len(works)
         drawn: list[int] = []
         ranges = self._logit_ranges(works, kept)
@@ -209,7 +210,7 @@ class Engine:
         output: Any,
     ) -> StepStats:
         """Append what was decided, roll the cache back to it, and tell everybody."""
-        stats = StepStats(step=self.totals.num_steps)
+        stats = StepStats(step=self.totals.num_steps, predicted_seconds=self.speculator.predicted())
         rows, finished = [], []
         ranges = self._logit_ranges(works, kept)
         for work, draft, keep, verdict, (start, stop) in zip(works, drafts, kept, verdicts, ranges):

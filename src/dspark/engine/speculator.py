@@ -6,28 +6,27 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import Any
 
 from dspark.draft.base import Drafter
 from dspark.engine.heads import HeadCosts
 from dspark.engine.scheduler import Work
 from dspark.engine.sketch import sketch
 from dspark.plan.budget import choose
-from dspark.plan.cost import PacedTable
+from dspark.plan.cost import PacedTable, Shape, StepCost
 from dspark.plan.history import History
 from dspark.plan.length import Features, LengthPolicy, Limit
-from dspark.types import Draft, Sequence, Verdict
+from dspark.types import TARGET_PHASES, Draft, Sequence, Verdict
 
 NO_DRAFTS = Limit(max_tokens=0)
 READ_EVERY = 4
 """Tokens after which the kind of text is looked at again: each look costs as much as the rest of a limit."""
-TARGET_PHASES = ("plan", "pack", "run", "verify", "commit")
-"""Phases whose time goes with the rows of the target's pass."""
 
 
 @dataclass(kw_only=True)
 class RowPlan:
     """What is planned for one sequence: its policy, the kind of text it is at, found when it had `read_at` tokens, and
-    of this step the limit, and the survival that its draft was judged to have."""
+    of this step the limit, and the survival that its draft was judged to have (`past`: in the step before)."""
 
     name: str
     policy: LengthPolicy
@@ -35,6 +34,18 @@ class RowPlan:
     text_kind: str = ""
     read_at: int = -READ_EVERY
     survival: Seq[float] = ()
+    past: Seq[float] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Others:
+    """What a step holds beside the drafts for choice: packed `rows`, the `tokens` expected of them, `seconds` beside
+    the pass, and the drafts that fit."""
+
+    rows: int
+    tokens: float
+    max_tokens: int
+    seconds: float
 
 
 @dataclass(kw_only=True)
@@ -42,9 +53,9 @@ class Speculator:
     """What speculation needs, in one place.
 
     `policies` by name, `policy` the one of requests that name none. `max_tokens`: the largest draft of any row and
-    step. `cost`: of a target pass by packed rows; None where no policy leaves the length to the budget. `draft_cost`:
-    of a draft pass by rows, for a drafter that needs one a token; `block_costs`: for drafts whose source is one of
-    `block_sources` (with its kind, plan/gains), which need one a draft. All costs follow the clock.
+    step. `cost`: of a step's target phases by its shape; None where no policy leaves lengths to the budget.
+    `draft_cost`: of a draft pass by rows, for a drafter that needs one a token; `block_costs`: for drafts whose source
+    is one of `block_sources` (with its kind, plan/gains), which need one a draft. All costs follow the clock.
     `text_kind`: what the last of a row's tokens look like (engine/text_kinds).
     """
 
@@ -52,12 +63,13 @@ class Speculator:
     policies: dict[str, LengthPolicy]
     policy: str
     max_tokens: int = 0
-    cost: PacedTable | None = None
+    cost: StepCost | None = None
     draft_cost: PacedTable | None = None
     block_costs: HeadCosts | None = None
     block_sources: Mapping[str, str] = field(default_factory=dict)
     history: History = field(default_factory=History)
     text_kind: Callable[[Seq[int]], str] = lambda tokens: ""
+    shape: Shape = Shape(rows=0)
 
     def begin(self, seq: Sequence, *, drafts: bool) -> RowPlan:
         """A sequence comes in; `drafts`: whether it may ever draft, so that its class is worth finding."""
@@ -75,12 +87,15 @@ class Speculator:
     def limit(self, works: Seq[Work], plans: Seq[RowPlan]) -> None:
         """Before drafting: lower each work's `max_drafts` to what its policy allows."""
         num_rows = sum(work.max_drafts > 0 for work in works)
+        if self.cost is not None:
+            self.cost.begin(_shape(works))
         for work, plan in zip(works, plans):
-            plan.limit, plan.survival = NO_DRAFTS, ()
+            plan.limit, plan.past, plan.survival = NO_DRAFTS, plan.survival, ()
             if work.max_drafts > 0:
                 step = work.seq.record.num_steps
                 self._read(work.seq, plan)
-                plan.limit = plan.policy.limit(Features(seq_id=work.seq.id, num_rows=num_rows, step=step))
+                features = Features(seq_id=work.seq.id, num_rows=num_rows, step=step, room=work.max_drafts)
+                plan.limit = plan.policy.limit(features)
                 work.max_drafts = min(work.max_drafts, plan.limit.max_tokens)
 
     def _read(self, seq: Sequence, plan: RowPlan) -> None:
@@ -106,19 +121,31 @@ class Speculator:
                 other_rows += work.num_tokens + length
                 other_tokens += work.samples + sum(plan.survival[:length])
         if open_rows:
-            assert self.cost is not None, "a policy leaves lengths to the budget, and no cost was measured"
-            cost, spent = self.cost, self._planned_draft_seconds(works, drafts)
-            lengths = choose(
-                [plans[i].survival for i in open_rows],
-                lambda packed: spent + cost.seconds(packed),
-                max_tokens,
-                other_rows=other_rows,
-                other_tokens=other_tokens,
-                search_all=all(drafts[i].q is None for i in open_rows),
-            )
+            spent = self._planned_draft_seconds(works, drafts)
+            others = _Others(rows=other_rows, tokens=other_tokens, max_tokens=max_tokens, seconds=spent)
+            lengths = self._budget([plans[i] for i in open_rows], [drafts[i] for i in open_rows], others)
             for i, length in zip(open_rows, lengths):
                 kept[i] = drafts[i].prefix(max(length, plans[i].limit.least))
+        if self.cost is not None:
+            self.shape = _shape(works, kept)
         return kept
+
+    def _budget(self, plans: Seq[RowPlan], drafts: Seq[Draft], others: _Others) -> list[int]:
+        """Lengths for the rows that leave them open. Sampled drafts are stopped early, within a capacity that a search
+        over the survivals of the step before found: one over their own would anticipate (plan/budget)."""
+        assert self.cost is not None, "a policy leaves lengths to the budget, and no cost was measured"
+        cost = self.cost
+        search_all, capacity = all(draft.q is None for draft in drafts), 0
+
+        def seconds(packed: int) -> float:
+            return others.seconds + cost.seconds(packed)
+
+        beside: dict[str, Any] = {"other_rows": others.rows, "other_tokens": others.tokens}
+        if not search_all:
+            past = [plan.past for plan in plans]
+            capacity = sum(choose(past, seconds, others.max_tokens, search_all=True, **beside))
+        survivals = [plan.survival for plan in plans]
+        return choose(survivals, seconds, others.max_tokens, search_all=search_all, capacity=capacity, **beside)
 
     def learn(self, seq_id: int, plan: RowPlan, draft: Draft, kept: Draft, verdict: Verdict) -> None:
         """After the verdict, for a row that was allowed drafts."""
@@ -129,11 +156,15 @@ class Speculator:
         block = self.block_sources.get(draft.source)
         self.history.learn(seq_id, draft.source, draft.survival, block=block, **counts)
 
-    def time(self, works: Seq[Work], drafts: Seq[Draft], *, packed: int, seconds: Mapping[str, float]) -> None:
-        """What a step took, by phase. One with prompt chunks in it says nothing of the others."""
+    def predicted(self) -> float | None:
+        """Seconds of the target's phases of the step that was planned last; None where nothing is measured."""
+        return None if self.cost is None else self.cost.predict(self.shape)
+
+    def time(self, works: Seq[Work], drafts: Seq[Draft], *, seconds: Mapping[str, float]) -> None:
+        """What the step that was planned last took, by phase. One with prompt chunks says nothing of the others."""
         if self.cost is None or any(work.num_tokens != 1 for work in works):
             return
-        self.cost.observe(packed, sum(seconds[name] for name in TARGET_PHASES))
+        self.cost.observe(self.shape, sum(seconds[name] for name in TARGET_PHASES))
         lengths = [len(draft.tokens) for draft in drafts if draft.tokens]
         # A row's first draft has the draft model read the prompt, which is no price of drafting on.
         begun = all(work.seq.record.num_steps > 2 for work, draft in zip(works, drafts) if draft.tokens)
@@ -158,3 +189,17 @@ class Speculator:
         blocks = [draft for draft in drafts if draft.tokens and draft.source in self.block_sources]
         sampled = sum(draft.q is not None for draft in blocks)
         return len(blocks) - sampled, sampled
+
+
+def _shape(works: Seq[Work], kept: Seq[Draft] = ()) -> Shape:
+    """Of the pass over these works, with these drafts or without any."""
+    rows = context = seq_context = seqs = sampled = 0
+    for i, work in enumerate(works):
+        num_tokens = work.num_tokens + (len(kept[i].tokens) if kept else 0)
+        rows += num_tokens
+        context += num_tokens * work.seq.num_cached
+        seq_context += work.seq.num_cached
+        seqs += work.samples
+        if work.samples and work.seq.params.temperature > 0:
+            sampled += num_tokens - work.num_tokens + 1
+    return Shape(rows=rows, context=context, seq_context=seq_context, seqs=seqs, sampled=sampled)

@@ -20,11 +20,12 @@ MOST_CERTAIN = 0.9
 @dataclass(frozen=True, kw_only=True)
 class Features:
     """What is known of a row before drafting. `num_rows`: rows that decode in this step. `step`: target passes this row
-    has had."""
+    has had. `room`: drafts that could be emitted."""
 
     seq_id: int
     num_rows: int
     step: int
+    room: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +152,7 @@ class AdaptiveLength:
         plain = self.target_cost.seconds(rows)
         best_rate, best = rows / plain, 0
         expected = 1.0
-        for k, survival in enumerate(self.foresee(features.seq_id, self.max_tokens), start=1):
+        for k, survival in enumerate(self.foresee(features.seq_id, min(self.max_tokens, features.room)), start=1):
             expected += survival
             rate = rows * expected / (self.target_cost.seconds(rows * (1 + k)) + k * draft)
             if rate > best_rate:
