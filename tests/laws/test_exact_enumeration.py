@@ -286,7 +286,9 @@ def planned_rounds(
     policy = build_policies(inputs)[policy_name]
     text: Tokens = ()
     while len(text) < length:
-        limit = policy.limit(Features(seq_id=0, num_rows=1, step=0, room=2)).max_tokens
+        features = Features(seq_id=0, num_rows=1, step=0, room=2)
+        policy.begin([features])
+        limit = policy.limit(features).max_tokens
         draft = sampled_draft(draft_law, text, limit, chance)
         draft.survival = list(
             itertools.accumulate((claim(draft.q[j], token) for j, token in enumerate(draft.tokens)), lambda a, b: a * b)

@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from dspark.config import POLICIES
 from dspark.plan.budget import choose
 from dspark.plan.cost import AGREEMENT, MAX_TRIES, CostTable, PacedTable, Shape, StepCost, profile
+from dspark.plan.joint import draft_lengths
 from dspark.plan.length import (
     FIRST_HEURISTIC,
+    NO_DRAFTS,
     PROBE_EVERY,
     PROBE_SHARE,
     AdaptiveLength,
@@ -179,6 +181,12 @@ def features(seq_id=1, *, num_rows=1, step=0):
     return Features(seq_id=seq_id, num_rows=num_rows, step=step, room=99)
 
 
+def ask(policy, row):
+    """The limit of a row that is alone in its step."""
+    policy.begin([row])
+    return policy.limit(row)
+
+
 def adaptive(acceptance, *, max_tokens=8, draft=0.3, target=FLAT):
     """Every draft is foreseen to hold with the same conditional probability."""
     return AdaptiveLength(
@@ -191,10 +199,10 @@ def adaptive(acceptance, *, max_tokens=8, draft=0.3, target=FLAT):
 
 def test_adaptive_length_follows_what_is_foreseen():
     policy = adaptive({1: 0.95, 2: 0.1}.__getitem__)
-    long = policy.limit(features(1))
+    long = ask(policy, features(1))
     assert long.max_tokens >= 5 and 0 < long.floor < 1
-    assert policy.limit(features(2)).max_tokens == 0
-    assert policy.limit(features(2)).thrifty and policy.keep([0.9]) is None
+    assert ask(policy, features(2)).max_tokens == 0
+    assert ask(policy, features(2)).thrifty and policy.keep([0.9]) is None
 
 
 @pytest.mark.parametrize("acceptance", (0.5, 0.8, 0.9))
@@ -202,7 +210,7 @@ def test_adaptive_length_matches_leviathan(acceptance):
     """With acceptance a and costs of 1 and c, the best k maximises (1 - a^(k+1)) / ((1 - a) (1 + c k))."""
     policy = adaptive(lambda seq_id: acceptance, max_tokens=40, draft=0.1)
     best = max(range(41), key=lambda k: (1 - acceptance ** (k + 1)) / ((1 - acceptance) * (1 + 0.1 * k)))
-    assert policy.limit(features()).max_tokens == best + 2
+    assert ask(policy, features()).max_tokens == best + 2
 
 
 @pytest.mark.parametrize(("draft", "pause"), ((None, PROBE_EVERY), (0.01, PROBE_EVERY), (0.3, 0.3 / PROBE_SHARE)))
@@ -210,7 +218,7 @@ def test_a_row_without_drafts_is_tried_again_for_a_small_share_of_the_time(draft
     policy = adaptive(lambda seq_id: 0.005, draft=draft)
     tried = []
     for step in range(1000):
-        limit = policy.limit(features(step=step))
+        limit = ask(policy, features(step=step))
         assert limit.max_tokens == (limit.least if draft else 8)
         policy.update(1, num_verified=limit.least, num_accepted=0)
         tried += [step] if limit.least else []
@@ -218,6 +226,64 @@ def test_a_row_without_drafts_is_tried_again_for_a_small_share_of_the_time(draft
     assert pauses == pytest.approx([pause] * len(pauses), abs=1) and pauses
     policy.forget(1)
     assert 1 not in policy.idle
+
+
+def test_rows_whose_lookups_bring_less_than_they_cost_rest_and_are_asked_again():
+    policy = AdaptiveLength(max_tokens=8, target_cost=FLAT, foresee=lambda seq_id, k: [0.5] * k, asking=lambda: 0.05)
+    asked = {1: [], 2: []}
+    for step in range(300):
+        rows = [features(seq_id, num_rows=2, step=step) for seq_id in (1, 2)]
+        policy.begin(rows)
+        for row in rows:
+            if policy.limit(row) is not NO_DRAFTS:
+                asked[row.seq_id].append(step)
+                hit = row.seq_id == 1 and step % 5 == 0
+                policy.update(row.seq_id, num_verified=2 * hit, num_accepted=2 * hit)
+    assert asked[1] == list(range(300)), "0.4 tokens a step for 0.05 seconds of 0.5 a token"
+    late = [step for step in asked[2] if step > 60]
+    assert late and all(b - a == PROBE_EVERY for a, b in itertools.pairwise(late))
+    policy.forget(2)
+    rows = [features(2)]
+    policy.begin(rows)
+    assert policy.limit(rows[0]).max_tokens == 8, "a new request is tried"
+
+
+survival_rows = st.lists(falling, min_size=1, max_size=4)
+
+
+@given(survival_rows, st.floats(0.01, 0.5), st.floats(0.0, 0.4), st.floats(0.0, 0.1))
+def test_joint_lengths_never_promise_less_than_plain_decoding_and_count_right(foreseen, pass_cost, per_row, per_draft):
+    target = CostTable([(1, 1.0), (64, 1.0 + 63 * per_row)])
+    draft = CostTable([(1, pass_cost), (64, pass_cost + 63 * per_draft)])
+    plan = draft_lengths(foreseen, target, draft)
+    depths = range(max(plan.lengths))
+    drafting = sum(draft.seconds(sum(length > depth for length in plan.lengths)) for depth in depths)
+    tokens = len(foreseen) + sum(sum(row[:n]) for row, n in zip(foreseen, plan.lengths))
+    assert plan.rate == pytest.approx(tokens / (target.seconds(len(foreseen) + sum(plan.lengths)) + drafting))
+    assert plan.rate >= len(foreseen) / target.seconds(len(foreseen)) * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_joint_lengths_are_close_to_the_best_of_all(seed):
+    rng = random.Random(seed)
+    target = CostTable([(1, 1.0), (4, 1.1), (16, 1.0 + rng.uniform(0.2, 3))])
+    draft = CostTable([(1, rng.uniform(0.02, 0.4)), (4, 0.5)])
+    foreseen = [[a**k for k in (1, 2, 3)] for a in (rng.random() for _ in range(3))]
+
+    def rate(lengths):
+        drafting = sum(draft.seconds(sum(n > d for n in lengths)) for d in range(max(lengths)))
+        tokens = 3 + sum(sum(row[:n]) for row, n in zip(foreseen, lengths))
+        return tokens / (target.seconds(3 + sum(lengths)) + drafting)
+
+    best = max(rate(lengths) for lengths in itertools.product(range(4), repeat=3))
+    assert draft_lengths(foreseen, target, draft).rate >= 0.97 * best
+
+
+def test_rows_that_are_seldom_right_do_not_make_others_wait_and_do_not_wait():
+    """Seven rows that expect nothing and one that is sure: it drafts alone, at the price of passes over one row."""
+    draft = CostTable([(1, 0.05), (8, 0.4)])
+    plan = draft_lengths([[0.9, 0.8, 0.7]] + [[0.1, 0.01, 0.0]] * 7, CostTable([(1, 1.0), (16, 1.05)]), draft)
+    assert plan.lengths[0] >= 1 and plan.lengths[1:] == [0] * 7
 
 
 def policies(**settings):

@@ -18,10 +18,12 @@ _OWN, _OTHERS = 0, 1
 
 @dataclass(kw_only=True)
 class _Row:
-    """One open sequence: its own text indexed up to the last call, and the guess that waits for the truth."""
+    """One open sequence: its own text as far as it is indexed, `latest` as it was last shown, and the guess that waits
+    for the truth."""
 
     index: OccurrenceIndex
     num_prompt: int
+    latest: Sequence[int] = ()
     guess: Guess | None = None
 
     @property
@@ -99,9 +101,14 @@ class NgramDrafter:
         return [self._propose(row, limit) for row, limit in zip(rows, limits, strict=True)]
 
     def observe(self, rows: Sequence[DraftRow], verdicts: Sequence[Verdict | None], taps: Any = None) -> None:
-        """Take in what was committed; guesses are judged by the text itself (see AcceptanceTable.settle)."""
+        """Guesses are judged by the text itself (AcceptanceTable.settle); without one, nothing is indexed before it is
+        needed."""
         for row in rows:
-            self._sync(row)
+            state = self._rows.get(row.seq_id)
+            if state is None or state.guess is not None:
+                self._sync(row)
+            else:
+                state.latest = row.tokens
 
     def forget(self, seq_id: int) -> None:
         """Free what is held for a sequence; unknown ids are fine."""
@@ -251,14 +258,21 @@ class SuffixDrafter:
         return [self._propose(row, limit) for row, limit in zip(rows, limits, strict=True)]
 
     def observe(self, rows: Sequence[DraftRow], verdicts: Sequence[Verdict | None], taps: Any = None) -> None:
-        """Take in what was committed; guesses are judged by the text itself (see AcceptanceTable.settle)."""
+        """Guesses are judged by the text itself (AcceptanceTable.settle); without one, nothing is indexed before it is
+        needed."""
         for row in rows:
-            self._sync(row)
+            state = self._rows.get(row.seq_id)
+            if state is None or state.guess is not None:
+                self._sync(row)
+            else:
+                state.latest = row.tokens
 
     def forget(self, seq_id: int) -> None:
         """Free what is held for a sequence and keep its answer, as far as seen, for others; unknown ids are fine."""
         state = self._rows.pop(seq_id, None)
         if state is not None:
+            if len(state.latest) > len(state.tokens):
+                state.follow(state.latest, self.table)
             self.answers.add(seq_id, state.tokens[state.num_prompt :])
 
     def _sync(self, row: DraftRow) -> _Row:

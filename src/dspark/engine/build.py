@@ -185,18 +185,9 @@ def _speculator(
     """With every policy that the measured costs allow. `draft_cost` is of a pass a token, `block_costs` of a pass a
     draft of one of the `block_sources`."""
     history = history or _history(speculation)
-    policies = build_policies(
-        PolicyInputs(
-            max_tokens=num_tokens,
-            threshold=speculation.confidence_threshold,
-            foresee=lambda seq_id, k: history.acceptance.foresee(seq_id, drafter.name, k),
-            cost=cost,
-            draft_cost=draft_cost,
-        )
-    )
-    return Speculator(
+    speculator = Speculator(
         drafter=drafter,
-        policies=policies,
+        policies={},
         policy=speculation.policy,
         max_tokens=num_tokens,
         cost=cost,
@@ -205,6 +196,16 @@ def _speculator(
         block_sources=block_sources,
         history=history,
     )
+    inputs = PolicyInputs(
+        max_tokens=num_tokens,
+        threshold=speculation.confidence_threshold,
+        foresee=lambda seq_id, k: history.acceptance.foresee(seq_id, drafter.name, k),
+        cost=cost,
+        draft_cost=draft_cost,
+        asking=lambda: speculator.asking,
+    )
+    speculator.policies.update(build_policies(inputs))
+    return speculator
 
 
 def _history(speculation: SpeculationConfig) -> History:

@@ -15,10 +15,13 @@ from dspark.engine.sketch import sketch
 from dspark.plan.budget import choose
 from dspark.plan.cost import PacedTable, Shape, StepCost
 from dspark.plan.history import History
-from dspark.plan.length import Features, LengthPolicy, Limit
+from dspark.plan.length import NO_DRAFTS, Features, LengthPolicy, Limit
 from dspark.types import TARGET_PHASES, Draft, Sequence, Verdict
 
-NO_DRAFTS = Limit(max_tokens=0)
+ASKING_SHARE = 2.0
+"""What being asked costs a row, limit and learning included, against the time of the lookup alone."""
+ASKING_RATE = 0.02
+LONGEST_ASKING = 1e-3
 READ_EVERY = 4
 """Tokens after which the kind of text is looked at again: each look costs as much as the rest of a limit."""
 
@@ -56,7 +59,8 @@ class Speculator:
     step. `cost`: of a step's target phases by its shape; None where no policy leaves lengths to the budget.
     `draft_cost`: of a draft pass by rows, for a drafter that needs one a token; `block_costs`: for drafts whose source
     is one of `block_sources` (with its kind, plan/gains), which need one a draft. All costs follow the clock.
-    `text_kind`: what the last of a row's tokens look like (engine/text_kinds).
+    `text_kind`: what the last of a row's tokens look like (engine/text_kinds). `asking`: seconds that it costs a row to
+    be asked for a draft that needs no network.
     """
 
     drafter: Drafter
@@ -70,6 +74,7 @@ class Speculator:
     history: History = field(default_factory=History)
     text_kind: Callable[[Seq[int]], str] = lambda tokens: ""
     shape: Shape = Shape(rows=0)
+    asking: float = 0.0
 
     def begin(self, seq: Sequence, *, drafts: bool) -> RowPlan:
         """A sequence comes in; `drafts`: whether it may ever draft, so that its class is worth finding."""
@@ -86,15 +91,20 @@ class Speculator:
 
     def limit(self, works: Seq[Work], plans: Seq[RowPlan]) -> None:
         """Before drafting: lower each work's `max_drafts` to what its policy allows."""
-        num_rows = sum(work.max_drafts > 0 for work in works)
         if self.cost is not None:
             self.cost.begin(_shape(works))
+        num_rows = sum(work.max_drafts > 0 for work in works)
+        asked: dict[int, tuple[RowPlan, list[tuple[Work, RowPlan, Features]]]] = {}
         for work, plan in zip(works, plans):
             plan.limit, plan.past, plan.survival = NO_DRAFTS, plan.survival, ()
             if work.max_drafts > 0:
-                step = work.seq.record.num_steps
                 self._read(work.seq, plan)
+                step = work.seq.record.num_steps
                 features = Features(seq_id=work.seq.id, num_rows=num_rows, step=step, room=work.max_drafts)
+                asked.setdefault(id(plan.policy), (plan, []))[1].append((work, plan, features))
+        for first, rows in asked.values():
+            first.policy.begin([features for _, _, features in rows])
+            for work, plan, features in rows:
                 plan.limit = plan.policy.limit(features)
                 work.max_drafts = min(work.max_drafts, plan.limit.max_tokens)
 
@@ -173,6 +183,9 @@ class Speculator:
         greedy, sampled = self._num_blocks(drafts)
         if self.block_costs is not None and greedy + sampled:
             self.block_costs.observe_head(greedy, sampled, seconds["draft"])
+        elif self.draft_cost is None and (asked := sum(work.max_drafts > 0 for work in works)):
+            each = ASKING_SHARE * min(seconds["draft"] / asked, LONGEST_ASKING)
+            self.asking += ASKING_RATE * (each - self.asking)
 
     def _planned_draft_seconds(self, works: Seq[Work], drafts: Seq[Draft]) -> float:
         """Draft time as foreseen *before* drafting. The time really spent depends on how far each row drafted, and so
@@ -182,7 +195,8 @@ class Speculator:
         limits = [work.max_drafts for work in works if work.max_drafts]
         if self.draft_cost is None or not limits:
             return 0.0
-        return max(limits) * self.draft_cost.seconds(len(limits))
+        cost = self.draft_cost
+        return sum(cost.seconds(sum(limit > depth for limit in limits)) for depth in range(max(limits)))
 
     def _num_blocks(self, drafts: Seq[Draft]) -> tuple[int, int]:
         """Rows with a block, greedy and sampled."""

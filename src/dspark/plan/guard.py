@@ -30,6 +30,10 @@ class GuardedPolicy:
         self.has_costs = has_costs
         self.broken = False
 
+    def begin(self, rows: Sequence[Features]) -> None:
+        if (begin := getattr(self.policy, "begin", None)) is not None:
+            self._ask(lambda: begin(rows))
+
     def limit(self, features: Features) -> Limit:
         found = self._ask(lambda: self._checked_limit(self.policy.limit(features)))
         return Limit(max_tokens=0) if found is None else found

@@ -9,10 +9,15 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from dspark.plan.cost import Costs
+from dspark.plan.joint import draft_lengths
 
 PROBE_EVERY = 16
 PROBE_SHARE = 0.005
 """Of the time of a row without drafts, what may go into trying it again: it must stay within a percent of plain."""
+FIRST_WORTH = 0.5
+"""Tokens that a step with drafts is taken to bring a request before anything is known, and by which a new one is
+thought better than others lately were: it must be tried to be known."""
+WORTH_RATE, TYPICAL_RATE = 0.1, 0.005
 FIRST_HEURISTIC = 5
 MOST_CERTAIN = 0.9
 
@@ -40,8 +45,16 @@ class Limit:
     thrifty: bool = False
 
 
+NO_DRAFTS = Limit(max_tokens=0)
+"""A row that is not even asked: nothing is learned of it in this step."""
+
+
 class LengthPolicy(Protocol):
     """The seam between planning and the loop. Give your own to LLM.add_policy."""
+
+    def begin(self, rows: Sequence[Features]) -> None:
+        """A step comes in which these rows may draft under this policy; `limit` is asked for each of them next."""
+        ...
 
     def limit(self, features: Features) -> Limit:
         """Decided before drafting, from earlier steps only."""
@@ -53,7 +66,7 @@ class LengthPolicy(Protocol):
         ...
 
     def update(self, seq_id: int, *, num_verified: int, num_accepted: int) -> None:
-        """The end of a step in which the row was allowed drafts, though none may have been verified."""
+        """The end of a step in which the row was asked for drafts, though none may have been verified."""
         ...
 
     def forget(self, seq_id: int) -> None:
@@ -66,6 +79,9 @@ class FixedLength:
 
     def __init__(self, num_tokens: int) -> None:
         self.num_tokens = num_tokens
+
+    def begin(self, rows: Sequence[Features]) -> None:
+        return None
 
     def limit(self, features: Features) -> Limit:
         return Limit(max_tokens=self.num_tokens)
@@ -129,40 +145,64 @@ class AdaptiveLength:
     """The most expected tokens a second.
 
     `foresee(seq_id, k)` gives the survival of k drafts that are not there yet. A drafter that pays for each token
-    (`draft_cost`: seconds of one of its passes by rows) drafts the k that maximises (1 + S_1 + ... + S_k) over
-    C(rows (1 + k)) + k d(rows), Leviathan et al. 2023, equation 1, with S by position; it stops early where the next
-    token is expected to bring less than its pass costs. A drafter without `draft_cost` may draft all it has: a lookup
-    is free, and blocks are chosen in draft/portfolio. What is verified the budget decides. A row of which nothing is
-    verified is tried with one draft after PROBE_EVERY steps, or as many more as make that PROBE_SHARE of their time.
-    `idle`: steps since a draft of the row was last verified.
+    (`draft_cost`: seconds of one of its passes by rows) drafts what plan/joint finds best for all rows together, for
+    one row the k that maximises (1 + S_1 + ... + S_k) over C(1 + k) + k d(1): Leviathan et al. 2023, equation 1, with S
+    by position. It stops early where the next token is expected to bring less than its pass costs.
+
+    A drafter without `draft_cost` may draft all it has: blocks are chosen in draft/portfolio, and a lookup costs no
+    more than `asking` seconds a row. A row whose drafts lately brought less than that (accepted tokens less what
+    verifying them cost) rests, and is asked again every PROBE_EVERY steps. What is verified the budget decides. A row
+    of which nothing is verified is tried with one draft after PROBE_EVERY steps, or as many more as make that
+    PROBE_SHARE of their time.
+
+    `idle`: steps since a draft of the row was last verified. `worth`: tokens that drafts brought the row a step.
     """
 
     max_tokens: int
     target_cost: Costs
     foresee: Callable[[int, int], Sequence[float]]
     draft_cost: Costs | None = None
+    asking: Callable[[], float] = lambda: 0.0
     idle: dict[int, int] = field(default_factory=dict)
+    worth: dict[int, float] = field(default_factory=dict)
+    rests: dict[int, int] = field(default_factory=dict)
+    typical: float = 0.0
+    num_rows: int = 1
+    lengths: dict[int, int] = field(default_factory=dict)
+    rate: float = 0.0
+
+    def begin(self, rows: Sequence[Features]) -> None:
+        self.num_rows = len(rows)
+        if self.draft_cost is not None:
+            foreseen = [self.foresee(row.seq_id, min(self.max_tokens, row.room)) for row in rows]
+            plan = draft_lengths(foreseen, self.target_cost, self.draft_cost)
+            self.lengths = {row.seq_id: length for row, length in zip(rows, plan.lengths)}
+            self.rate = plan.rate
 
     def limit(self, features: Features) -> Limit:
-        rows, idle = features.num_rows, self.idle.get(features.seq_id, 0)
-        draft = 0.0 if self.draft_cost is None else self.draft_cost.seconds(rows)
-        least = int(idle >= PROBE_EVERY and self._probe_is_cheap(rows, idle, draft))
+        rows, seq_id, idle = self.num_rows, features.seq_id, self.idle.get(features.seq_id, 0)
         if self.draft_cost is None:
+            if self._rests(seq_id, rows):
+                return NO_DRAFTS
+            least = int(idle >= PROBE_EVERY and self._probe_is_cheap(rows, idle, 0.0))
             return Limit(max_tokens=self.max_tokens, least=least, thrifty=True)
-        plain = self.target_cost.seconds(rows)
-        best_rate, best = rows / plain, 0
-        expected = 1.0
-        for k, survival in enumerate(self.foresee(features.seq_id, min(self.max_tokens, features.room)), start=1):
-            expected += survival
-            rate = rows * expected / (self.target_cost.seconds(rows * (1 + k)) + k * draft)
-            if rate > best_rate:
-                best_rate, best = rate, k
+        draft, best = self.draft_cost.seconds(rows), self.lengths[seq_id]
         if best == 0:
+            least = int(idle >= PROBE_EVERY and self._probe_is_cheap(rows, idle, draft))
             return Limit(max_tokens=least, least=least, thrifty=True)
-        # One more draft pass costs `draft` seconds, worth best_rate tokens each; it can bring at most one token a row.
-        # A row that is surer than usual may go two beyond its best length.
-        floor = min(MOST_CERTAIN, best_rate * draft / rows)
-        return Limit(max_tokens=min(self.max_tokens, best + 2), floor=floor, least=least, thrifty=True)
+        # One more draft pass costs `draft` seconds, worth `rate` tokens each; it can bring at most one token a row. A
+        # row that is surer than usual may go two beyond its best length.
+        floor = min(MOST_CERTAIN, self.rate * draft / rows)
+        return Limit(max_tokens=min(self.max_tokens, best + 2), floor=floor, thrifty=True)
+
+    def _rests(self, seq_id: int, rows: int) -> bool:
+        worth = self.worth.get(seq_id)
+        if worth is None:
+            worth = self.worth[seq_id] = max(0.0, self.typical) + FIRST_WORTH
+        num_rests = self.rests.get(seq_id, 0) + 1
+        rests = worth * self.target_cost.seconds(rows) < rows * self.asking() and num_rests < PROBE_EVERY
+        self.rests[seq_id] = num_rests if rests else 0
+        return rests
 
     def _probe_is_cheap(self, rows: int, idle: int, draft: float) -> bool:
         plain = self.target_cost.seconds(rows)
@@ -174,9 +214,17 @@ class AdaptiveLength:
 
     def update(self, seq_id: int, *, num_verified: int, num_accepted: int) -> None:
         self.idle[seq_id] = 0 if num_verified else self.idle.get(seq_id, 0) + 1
+        if (worth := self.worth.get(seq_id)) is not None:
+            rows, spent = self.num_rows, 0.0
+            if num_verified:
+                plain = self.target_cost.seconds(rows)
+                spent = rows * (self.target_cost.seconds(rows + num_verified) / plain - 1)
+            self.worth[seq_id] = worth + WORTH_RATE * (num_accepted - spent - worth)
+            self.typical += TYPICAL_RATE * (num_accepted - spent - self.typical)
 
     def forget(self, seq_id: int) -> None:
-        self.idle.pop(seq_id, None)
+        for kept in (self.idle, self.worth, self.rests):
+            kept.pop(seq_id, None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,6 +236,7 @@ class PolicyInputs:
     foresee: Callable[[int, int], Sequence[float]]
     cost: Costs | None = None
     draft_cost: Costs | None = None
+    asking: Callable[[], float] = lambda: 0.0
 
 
 def build_policies(inputs: PolicyInputs) -> dict[str, LengthPolicy]:
@@ -205,6 +254,7 @@ def build_policies(inputs: PolicyInputs) -> dict[str, LengthPolicy]:
             target_cost=inputs.cost,
             foresee=inputs.foresee,
             draft_cost=inputs.draft_cost,
+            asking=inputs.asking,
         )
     elif not inputs.max_tokens:
         policies["adaptive"] = policies["fixed"]

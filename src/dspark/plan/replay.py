@@ -142,7 +142,9 @@ class Replay:
             return target.seconds(1), 0, 0, 0
         if chance is not None:
             self.history.read(seq_id, chance.text_kind)
-        limit = self.policy.limit(Features(seq_id=seq_id, num_rows=1, step=step, room=room))
+        features = Features(seq_id=seq_id, num_rows=1, step=step, room=room)
+        self.policy.begin([features])
+        limit = self.policy.limit(features)
         size = min(room, limit.max_tokens)
         if chance is None or not size or (limit.thrifty and not self._block_pays(seq_id, chance)):
             self.policy.update(seq_id, num_verified=0, num_accepted=0)
