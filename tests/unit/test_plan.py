@@ -100,6 +100,18 @@ def test_step_costs_learn_what_context_sequences_and_sampling_cost():
     assert dearer > 8 * 3e-4 + cost.seconds(16) - cost.seconds(8) - 1e-3, "a sampled row costs more"
 
 
+def test_a_size_that_was_measured_at_a_bad_moment_is_mended():
+    """One point of the table is twice what it ought to be; steps of many sizes tell."""
+    rng = random.Random(0)
+    right = CostTable([(1, 1.0), (4, 1.1), (8, 1.2), (16, 1.5), (32, 2.0)])
+    cost = StepCost(CostTable([(rows, seconds * (1.6 if rows == 8 else 1)) for rows, seconds in right.points]))
+    for _ in range(600):
+        rows = rng.randrange(1, 33)
+        cost.observe(Shape(rows=rows, seqs=rows), right.seconds(rows) * rng.gauss(1, 0.03))
+    errors = [abs(cost.predict(Shape(rows=rows, seqs=rows)) / right.seconds(rows) - 1) for rows in (1, 4, 8, 16, 32)]
+    assert max(errors) < 0.1
+
+
 def test_step_costs_follow_the_clock_and_bear_hiccups():
     cost = StepCost(CostTable([(1, 1.0), (4, 2.0)]))
     assert cost.seconds(4) == 2.0 == cost.predict(Shape(rows=4)) and cost.points == [(1, 1.0), (4, 2.0)]
@@ -110,7 +122,7 @@ def test_step_costs_follow_the_clock_and_bear_hiccups():
     assert cost.seconds(1) < 2.1
     for _ in range(300):
         cost.observe(Shape(rows=4), 2.0)
-    assert cost.seconds(1) == pytest.approx(1.0, rel=0.02)
+    assert cost.seconds(1) == pytest.approx(1.0, rel=0.05)
     for _ in range(300):
         cost.observe(Shape(rows=1), 1e-9)
     assert cost.seconds(1) > 0, "a cost is never nothing"

@@ -7,7 +7,7 @@ All choices are made from the history of the row and of the traffic, and from lo
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from dspark.draft.base import Drafter, DraftRow, Taps
@@ -18,6 +18,7 @@ PROBE_SHARE = 0.005
 """Of the time of a row whose head rests, what may go into asking it again."""
 
 
+NUM_ROUNDS = 2
 LIKELY = 0.3
 """A lookup's draft whose first token is less likely than that is as good as none."""
 
@@ -37,12 +38,13 @@ class Costs(Protocol):
 class Portfolio:
     """A head that pays for its drafts, beside a lookup drafter that does not (or None).
 
-    Each row gets what promises most tokens a second. With n rows in the step, E accepted and V verified drafts a step,
-    the head brings 1 + E tokens for C(n (1 + V)) + d(n) seconds: E and V are what it brought in earlier steps of the
-    row and of its like. The best prefix of the lookup's draft brings 1 + S_k for C(n (1 + k)), S_k the sum of its
-    survival as judged; k = 0 is no draft at all. Where both drafted and begin alike, the lookup's draft may take the
-    head's place. A row whose head rests is asked again after PROBE_EVERY steps, or as many more as make that
-    PROBE_SHARE of their time.
+    A step gets the drafts that promise most tokens a second of all its rows together. With E accepted and V verified
+    drafts a row, as the head brought in earlier steps of the row and of its like, n rows of which the head is asked for
+    c promise n + sum of E + sum of S for C(n + sum of V + sum of k) + h(c) seconds: S and k are expectation and length
+    of the lookup's draft, as judged, as far as a token is worth its place, for the rows that go without the head.
+    Rows are taken in the order of what the head brings more than the lookup, as long as the rate rises. Where both
+    drafted and begin alike, the lookup's draft may take the head's place. A row whose head rests is asked again after
+    PROBE_EVERY steps, or as many more as make that PROBE_SHARE of its part of their time.
     """
 
     def __init__(
@@ -86,14 +88,8 @@ class Portfolio:
         drafts = [Draft(source=self.name) for _ in rows]
         if self.lookup is not None:
             drafts = self.lookup.propose(rows, limits, floors=floors, masks=masks)
-        num_greedy = sum(row.sampler is None or row.sampler.plain_greedy for row in rows)
-        head_seconds = self._head_seconds(num_greedy, len(rows) - num_greedy)
         judged = [self.survival(row.seq_id, draft.source, draft.survival) for row, draft in zip(rows, drafts)]
-        chosen = [
-            i
-            for i, (row, limit) in enumerate(zip(rows, limits))
-            if limit > 0 and self._head_pays(row, judged[i], num_rows=len(rows), head_seconds=head_seconds)
-        ]
+        chosen = self._rows_to_ask(rows, limits, judged)
         if chosen:
             proposals = self.head.propose([rows[i] for i in chosen], [limits[i] for i in chosen])
             for i, proposal in zip(chosen, proposals):
@@ -113,19 +109,72 @@ class Portfolio:
         if self.lookup is not None:
             self.lookup.forget(seq_id)
 
-    def _head_pays(self, row: DraftRow, judged: Sequence[float], *, num_rows: int, head_seconds: float) -> bool:
-        """`judged`: survival of the lookup's draft."""
-        if not row.thrifty:
-            return True
-        accepted, verified = self.expected(row.seq_id, _kind(judged))
-        lookup = self._lookup_rate(judged, num_rows)
+    def _rows_to_ask(
+        self, rows: Sequence[DraftRow], limits: Sequence[int], judged: Sequence[Sequence[float]]
+    ) -> list[int]:
+        """Indices of the rows for which the head is asked. `judged`: survivals of the lookup's drafts."""
+        costs = self.costs
+        if costs is None:
+            return [i for i, limit in enumerate(limits) if limit > 0]
+        lookups, price = self._lookup_plan(judged, costs)
+        prospects = [
+            _Prospect(i, *self.expected(row.seq_id, _kind(judged[i])), *lookups[i], sampled=not _is_greedy(row))
+            for i, (row, limit) in enumerate(zip(rows, limits))
+            if limit > 0
+        ]
+        asked = {p.index for p in prospects if not rows[p.index].thrifty}
+        num_forced = len(asked)
+        order = sorted(prospects, key=lambda p: (p.index not in asked, -p.gain(price)))
+        num_rows = len(rows)
+        tokens = num_rows + sum(expected for expected, _ in lookups)
+        packed = num_rows + float(sum(length for _, length in lookups))
+        counts, best_rate, taken = [0, 0], tokens / costs.target(packed), num_forced
+        for number, prospect in enumerate(order, start=1):
+            tokens += prospect.accepted - prospect.lookup
+            packed += prospect.verified - prospect.length
+            counts[prospect.sampled] += 1
+            rate = tokens / (costs.target(packed) + costs.head(*counts))
+            if number <= num_forced or rate > best_rate:
+                best_rate, taken = rate, number
+        asked |= {prospect.index for prospect in order[:taken]}
+        for prospect in order:
+            if prospect.index not in asked and self._probe_is_due(rows[prospect.index], prospect, num_rows, asked):
+                asked.add(prospect.index)
+        for prospect in prospects:
+            seq_id = rows[prospect.index].seq_id
+            self.idle[seq_id] = 0 if prospect.index in asked else self.idle.get(seq_id, 0) + 1
+        return sorted(asked)
+
+    def _lookup_plan(self, judged: Sequence[Sequence[float]], costs: Costs) -> tuple[list[tuple[float, int]], float]:
+        """(expected tokens, length) of each row's best prefix of the lookup's draft, and the tokens that a place in the
+        pass must bring: its part of the seconds, at the step's own rate."""
+        num_rows = len(judged)
+        lengths = [len(row) for row in judged]
+        plan: list[tuple[float, int]] = []
+        price = 0.0
+        for _ in range(NUM_ROUNDS):
+            packed = num_rows + max(1, sum(lengths))
+            plain = costs.target(num_rows)
+            seconds = costs.target(num_rows + sum(lengths))
+            expected = num_rows + sum(sum(row[:k]) for row, k in zip(judged, lengths))
+            rate = max(expected / seconds, num_rows / plain)
+            price = rate * (costs.target(packed) - plain) / (packed - num_rows)
+            lengths = [sum(alive > price for alive in row) for row in judged]
+            plan = [(sum(row[:k]), k) for row, k in zip(judged, lengths)]
+        return plan, price
+
+    def _probe_is_due(self, row: DraftRow, prospect: _Prospect, num_rows: int, asked: set[int]) -> bool:
+        """Whether to ask the head for a row again although it is not expected to pay: worth a step only where the row
+        would else go without drafts."""
+        assert self.costs is not None
         idle = self.idle.get(row.seq_id, 0) + 1
-        pays = (1 + accepted) / (self._seconds(num_rows, verified) + head_seconds) > lookup
-        # A probe is worth a step only where the row would else go without drafts.
-        due = idle >= PROBE_EVERY and idle * self._seconds(num_rows, 0) * PROBE_SHARE >= head_seconds
-        asked = pays or (due and (1 + accepted) / self._seconds(num_rows, verified) > lookup)
-        self.idle[row.seq_id] = 0 if asked else idle
-        return asked
+        if idle < PROBE_EVERY or prospect.accepted <= prospect.lookup:
+            return False
+        count = len(asked)
+        pair = (0, count + 1) if prospect.sampled else (count + 1, 0)
+        before = (0, count) if prospect.sampled else (count, 0)
+        price = self.costs.head(*pair) - (self.costs.head(*before) if count else 0.0)
+        return idle * self.costs.target(num_rows) / num_rows * PROBE_SHARE >= price
 
     def _better(self, seq_id: int, own: Draft, found: Draft) -> Draft:
         """The head's draft, or the lookup's where both begin alike and that promises more: a match that the head
@@ -139,20 +188,26 @@ class Portfolio:
         promises = [sum(self.survival(seq_id, draft.source, draft.survival)) for draft in (own, joined)]
         return joined if promises[1] > promises[0] else own
 
-    def _lookup_rate(self, judged: Sequence[float], num_rows: int) -> float:
-        """Tokens a row and second with the best prefix of a lookup's draft."""
-        best, expected = 1 / self._seconds(num_rows, 0), 1.0
-        for k, alive in enumerate(judged, start=1):
-            expected += alive
-            best = max(best, expected / self._seconds(num_rows, k))
-        return best
 
-    def _seconds(self, num_rows: int, drafts: float) -> float:
-        """Of a step with that many drafts a row, but for the head."""
-        return self.costs.target(num_rows * (1 + drafts)) if self.costs else 1.0
+@dataclass(frozen=True)
+class _Prospect:
+    """What the head promises a row, and what it would replace: drafts accepted and verified, and the expected tokens
+    and length of the lookup's draft."""
 
-    def _head_seconds(self, greedy: int, sampled: int) -> float:
-        return self.costs.head(greedy, sampled) if self.costs and greedy + sampled else 0.0
+    index: int
+    accepted: float
+    verified: float
+    lookup: float
+    length: int
+    sampled: bool
+
+    def gain(self, price: float) -> float:
+        """Tokens more than with the lookup, places in the pass paid for, the head not."""
+        return self.accepted - self.lookup - price * (self.verified - self.length)
+
+
+def _is_greedy(row: DraftRow) -> bool:
+    return row.sampler is None or row.sampler.plain_greedy
 
 
 def _kind(judged: Sequence[float]) -> str:

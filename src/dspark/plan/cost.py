@@ -24,7 +24,11 @@ SIZE = len(FIRST_SPREAD)
 DRIFT = 3e-4
 """Of FIRST_SPREAD, by which prices may wander in a step: what was seen a dozen steps ago hardly counts."""
 LARGEST_SURPRISE = 0.5
-PROFILE_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+BEND_RATE = 0.03
+RECENT_RATE = 0.3
+LARGEST_BEND = 2.0
+PROFILE_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 17, 24, 32, 33, 48, 64, 65, 96, 128, 129, 192, 256)
+"""With both sides of the usual tile edges: between two points the curve is taken for straight."""
 
 
 class CostTable:
@@ -103,7 +107,8 @@ class StepCost:
     a T(rows) + b c context + b' c' seq_context + OVERHEAD (d seqs + e sampled): T the measured table, of next to no
     context, c and c' the measured seconds of one more cached token for one row, and for one sequence. (a, b, b', d, e)
     start at (1, 1, 1, 0, 0) and follow the clock as a random walk seen through relative errors (a Kalman filter; Ljung
-    and Soderstrom 1983, section 2.3): the table's shape stays, cliffs included.
+    and Soderstrom 1983, section 2.3). What is left over bends the table's nearest point, slowly: one that was measured
+    at a bad moment is mended, cliffs stay.
     """
 
     def __init__(self, table: CostTable, *, per_context: float = 0.0, per_seq_context: float = 0.0) -> None:
@@ -114,6 +119,8 @@ class StepCost:
         self.parts = [1.0, 1.0, 1.0, 0.0, 0.0]
         self.spread = [[v if i == j else 0.0 for j in range(SIZE)] for i, v in enumerate(FIRST_SPREAD)]
         self.per_row = self.fixed = 0.0
+        self.recent = 0.0
+        self.bends = CostTable([(rows, 1.0) for rows in table.rows])
 
     @property
     def points(self) -> list[tuple[int, float]]:
@@ -134,7 +141,7 @@ class StepCost:
 
     def seconds(self, rows: float) -> float:
         """Of a step with that many packed rows, alike but for their number to the one begun."""
-        return self.parts[0] * self.table.seconds(rows) + self.per_row * rows + self.fixed
+        return self.parts[0] * self._table_seconds(rows) + self.per_row * rows + self.fixed
 
     def predict(self, shape: Shape) -> float:
         """Of a step of that shape."""
@@ -156,10 +163,27 @@ class StepCost:
         for i, most in enumerate(FIRST_SPREAD):  # in doubt, but never more than at the start: a part may not be seen
             spread[i][i] = max(spread[i][i], min(most, spread[i][i] + DRIFT * most))
         self.spread = spread
+        # A change of pace surprises at every size alike: only what one size says against the others is of its own.
+        self._bend(shape.rows, surprise - self.recent)
+        self.recent += RECENT_RATE * (surprise - self.recent)
+
+    def _table_seconds(self, rows: float) -> float:
+        bend = self.bends.seconds(min(rows, self.table.rows[-1]))
+        return bend * self.table.seconds(rows)
+
+    def _bend(self, rows: int, surprise: float) -> None:
+        """At the measured size nearest to `rows`."""
+        sizes = self.table.rows
+        index = bisect.bisect_left(sizes, rows)
+        if index == len(sizes) or (index and rows - sizes[index - 1] < sizes[index] - rows):
+            index -= 1
+        size, bend = self.bends.points[index]
+        bend = min(LARGEST_BEND, max(1 / LARGEST_BEND, bend * (1 + BEND_RATE * surprise)))
+        self.bends.points[index] = (size, bend)
 
     def _inputs(self, shape: Shape) -> tuple[float, ...]:
         contexts = self.per_context * shape.context, self.per_seq_context * shape.seq_context
-        return self.table.seconds(shape.rows), *contexts, OVERHEAD * shape.seqs, OVERHEAD * shape.sampled
+        return self._table_seconds(shape.rows), *contexts, OVERHEAD * shape.seqs, OVERHEAD * shape.sampled
 
 
 Costs = CostTable | PacedTable | StepCost

@@ -168,12 +168,25 @@ class AdaptiveLength:
     rests: dict[int, int] = field(default_factory=dict)
     typical: float = 0.0
     num_rows: int = 1
+    plain: float = 1.0
+    probe: float = 0.0
+    least_worth: float = 0.0
     lengths: dict[int, int] = field(default_factory=dict)
     rate: float = 0.0
 
+    def __post_init__(self) -> None:
+        self.usual = Limit(max_tokens=self.max_tokens, thrifty=True)
+        self.tried_again = Limit(max_tokens=self.max_tokens, least=1, thrifty=True)
+
     def begin(self, rows: Sequence[Features]) -> None:
-        self.num_rows = len(rows)
+        """What is the same for all rows is computed here, once: seconds of a `plain` step and of a `probe`, and what
+        drafts must bring a row to be asked for (`least_worth`)."""
+        num_rows = self.num_rows = len(rows)
+        self.plain = self.target_cost.seconds(num_rows)
+        self.probe = self.target_cost.seconds(num_rows + 1) - self.plain
+        self.least_worth = num_rows * self.asking() / self.plain
         if self.draft_cost is not None:
+            self.probe += self.draft_cost.seconds(num_rows)
             foreseen = [self.foresee(row.seq_id, min(self.max_tokens, row.room)) for row in rows]
             plan = draft_lengths(foreseen, self.target_cost, self.draft_cost)
             self.lengths = {row.seq_id: length for row, length in zip(rows, plan.lengths)}
@@ -182,32 +195,30 @@ class AdaptiveLength:
     def limit(self, features: Features) -> Limit:
         rows, seq_id, idle = self.num_rows, features.seq_id, self.idle.get(features.seq_id, 0)
         if self.draft_cost is None:
-            if self._rests(seq_id, rows):
+            if self._rests(seq_id):
                 return NO_DRAFTS
-            least = int(idle >= PROBE_EVERY and self._probe_is_cheap(rows, idle, 0.0))
-            return Limit(max_tokens=self.max_tokens, least=least, thrifty=True)
+            return self.tried_again if self._is_due(idle) else self.usual
         draft, best = self.draft_cost.seconds(rows), self.lengths[seq_id]
         if best == 0:
-            least = int(idle >= PROBE_EVERY and self._probe_is_cheap(rows, idle, draft))
+            least = int(self._is_due(idle))
             return Limit(max_tokens=least, least=least, thrifty=True)
         # One more draft pass costs `draft` seconds, worth `rate` tokens each; it can bring at most one token a row. A
         # row that is surer than usual may go two beyond its best length.
         floor = min(MOST_CERTAIN, self.rate * draft / rows)
         return Limit(max_tokens=min(self.max_tokens, best + 2), floor=floor, thrifty=True)
 
-    def _rests(self, seq_id: int, rows: int) -> bool:
+    def _rests(self, seq_id: int) -> bool:
         worth = self.worth.get(seq_id)
         if worth is None:
             worth = self.worth[seq_id] = max(0.0, self.typical) + FIRST_WORTH
         num_rests = self.rests.get(seq_id, 0) + 1
-        rests = worth * self.target_cost.seconds(rows) < rows * self.asking() and num_rests < PROBE_EVERY
+        rests = worth < self.least_worth and num_rests < PROBE_EVERY
         self.rests[seq_id] = num_rests if rests else 0
         return rests
 
-    def _probe_is_cheap(self, rows: int, idle: int, draft: float) -> bool:
-        plain = self.target_cost.seconds(rows)
-        probe = self.target_cost.seconds(rows + 1) - plain + draft
-        return idle * plain * PROBE_SHARE >= probe
+    def _is_due(self, idle: int) -> bool:
+        """Whether a row of which nothing was verified for so long is tried again."""
+        return idle >= PROBE_EVERY and idle * self.plain * PROBE_SHARE >= self.probe
 
     def keep(self, survival: Sequence[float]) -> int | None:
         return None
@@ -217,8 +228,7 @@ class AdaptiveLength:
         if (worth := self.worth.get(seq_id)) is not None:
             rows, spent = self.num_rows, 0.0
             if num_verified:
-                plain = self.target_cost.seconds(rows)
-                spent = rows * (self.target_cost.seconds(rows + num_verified) / plain - 1)
+                spent = rows * (self.target_cost.seconds(rows + num_verified) / self.plain - 1)
             self.worth[seq_id] = worth + WORTH_RATE * (num_accepted - spent - worth)
             self.typical += TYPICAL_RATE * (num_accepted - spent - self.typical)
 
