@@ -3,7 +3,7 @@ They must never import torch or know who reads them: plain dataclasses with coun
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dspark.params import SamplingParams
@@ -98,6 +98,10 @@ class SpeculationRecord:
         for j in range(accepted):
             self.accepted_at[j] += 1
 
+    def copy(self) -> SpeculationRecord:
+        """One that does not grow with this one."""
+        return replace(self, verified_at=list(self.verified_at), accepted_at=list(self.accepted_at))
+
     def merge(self, other: SpeculationRecord) -> None:
         """Add another record to this one."""
         for name in ("num_steps", "num_emitted", "num_drafted", "num_verified", "num_accepted"):
@@ -135,9 +139,10 @@ class SpeculationRecord:
         }
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Sequence:
-    """One running answer: the mutable state of a request (of one of its n samples) inside the engine.
+    """One running answer: the mutable state of a request (of one of its n samples) inside the engine. Equal only to
+    itself.
 
     `tokens` = prompt + everything emitted. `num_cached` = how many of them have keys and values in the target's cache;
     the rest is pending. Only engine/loop.commit appends to `tokens`. `prompt_class`: what acceptance is learned by

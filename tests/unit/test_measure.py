@@ -35,6 +35,7 @@ def test_costs_are_measured_once_and_kept(runner, monkeypatch, tmp_path):
         return PassCost(table=CostTable([(1, float(len(made))), (8, 20.0)]), per_context=1e-6, per_seq_context=2e-6)
 
     monkeypatch.setattr(measure, "measure_cost", fake)
+    monkeypatch.setattr(measure, "_quicker_now", lambda *_, **__: False)
     settings = {"model": "m", "quantization": None, "threads": 2, "page_size": 16}
     first = known_cost(runner, **settings)
     again = known_cost(runner, **settings)
@@ -50,6 +51,19 @@ def test_costs_are_measured_once_and_kept(runner, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("in the way")
     known_cost(runner, **settings)
     assert len(made) == 8, "a cache that cannot be written does not stop the start"
+
+
+def test_costs_kept_from_a_bad_moment_are_measured_anew(runner, monkeypatch, tmp_path):
+    monkeypatch.setattr(measure, "cache_dir", lambda: tmp_path)
+    settings = {"model": "m", "quantization": None, "threads": 2, "page_size": 16}
+    right = known_cost(runner, **settings)
+    path = cost_file(runner, model="m", quantization=None, threads=2)
+    slow = PassCost(table=CostTable([(rows, 10 * seconds) for rows, seconds in right.table.points]))
+    path.write_text(json.dumps(slow.as_dict()))
+    assert known_cost(runner, **settings).table.points[0][1] < slow.table.points[0][1] / 2
+    quick = PassCost(table=CostTable([(rows, seconds / 10) for rows, seconds in right.table.points]))
+    path.write_text(json.dumps(quick.as_dict()))
+    assert known_cost(runner, **settings).as_dict() == quick.as_dict(), "the machine is merely busy now"
 
 
 def test_costs_of_another_model_device_or_thread_count_are_not_taken(runner, monkeypatch):

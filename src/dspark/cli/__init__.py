@@ -1,4 +1,4 @@
-"""The command line: `dspark generate | bench | train | models | profile | info`.
+"""The command line: `dspark generate | bench | train | models | profile | profile-hardware | info`.
 It must never import torch at import time, print anything but the answer on stdout, or show a user a traceback."""
 
 from __future__ import annotations
@@ -73,6 +73,12 @@ def commands() -> Mapping[str, Command]:
         command.add_arguments(parser)
         return command.run
 
+    def profile_hardware(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
+        from dspark.cli import profile_hardware as command
+
+        command.add_arguments(parser)
+        return command.run
+
     def info(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
         from dspark.cli import info as command
 
@@ -85,6 +91,7 @@ def commands() -> Mapping[str, Command]:
         "train": Command("make a draft head for a model from a recipe", train),
         "models": Command("list or fetch the packaged models", models),
         "profile": Command("record what drafts are worth on your prompts, and say which policy would pay", profile),
+        "profile-hardware": Command("measure what passes of a model and its drafter cost here", profile_hardware),
         "info": Command("tell versions, processor, native extension, devices and folders", info),
     }
 

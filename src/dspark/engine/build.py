@@ -91,13 +91,19 @@ class Target:
         model: Any = loaded.model
         return model.get_input_embeddings().weight.detach(), model.get_output_embeddings().weight.detach()
 
-    def cost(self, runner: Any, *, page_size: int) -> PassCost:
-        """Seconds of a pass, measured once for each runner, and kept on disk for the next start."""
+    def cost(self, runner: Any, *, page_size: int, fresh: bool = False) -> PassCost:
+        """Seconds of a pass, measured once for each runner, and kept on disk for the next start. `fresh`: measured
+        again in any case."""
         key = (id(runner),)
-        if key not in self.costs:
+        if fresh or key not in self.costs:
             (quantization,) = (made_with[2] for made_with, made in self.runners.items() if made is runner)
             self.costs[key] = known_cost(
-                runner, model=self.name, quantization=quantization, threads=self.threads, page_size=page_size
+                runner,
+                model=self.name,
+                quantization=quantization,
+                threads=self.threads,
+                page_size=page_size,
+                fresh=fresh,
             )
         return self.costs[key]
 

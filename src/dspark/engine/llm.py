@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager
-from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -150,6 +149,22 @@ class LLM:
         """What was learned of acceptance, for `history` in the speculative_config of another run."""
         self.engine.speculator.history.save(path)
 
+    def measure_costs(self) -> dict[str, Any]:
+        """Measure again what passes cost here, and keep it for the next start of this model on this machine.
+
+        "target" and, by name, draft models: as PassCost.as_dict (engine/measure). "head": [rows, seconds] of a draft
+        pass, for greedy rows and for sampled ones, as measured when this engine started.
+        """
+        page_size, blocks = self.engine_config.page_size, self.engine.speculator.block_costs
+        costs: dict[str, Any] = {"target": self.target.cost(self.engine.runner, page_size=page_size, fresh=True)}
+        for (name, *_), draft in self.target.drafts.items():
+            for runner in draft.runners.values():
+                costs[name] = draft.cost(runner, page_size=page_size, fresh=True)
+        found = {name: cost.as_dict() for name, cost in costs.items()}
+        if blocks is not None:
+            found["head"] = {"greedy": blocks.greedy.points, "sampled": blocks.sampled.points}
+        return found
+
     @property
     def stats(self) -> EngineTotals:
         return self.engine.totals
@@ -185,7 +200,8 @@ class LLM:
         while self.engine.has_work:
             grown = {id(groups[seq.id]): groups[seq.id] for seq in self.engine.step()}
             for group in grown.values():
-                group.update()
+                if on_output is not None or group.ended:
+                    group.update()
                 if on_output is not None:
                     on_output(group.output)
 
@@ -297,10 +313,15 @@ class Group:
             finished=False,
         )
 
+    @property
+    def ended(self) -> bool:
+        """Whether all of its sequences have."""
+        return all(seq.finish_reason is not None for seq in self.sequences)
+
     def update(self) -> None:
         """Bring the output up to date with the sequences."""
         self.output.outputs = [completion(seq) for seq in self.sequences]
-        self.output.finished = all(seq.finish_reason is not None for seq in self.sequences)
+        self.output.finished = self.ended
         first = self.sequences[0]
         if self.request.params.prompt_logprobs is not None:
             self.output.prompt_logprobs = list(first.prompt_logprobs)
@@ -322,7 +343,7 @@ def completion(seq: Sequence) -> CompletionOutput:
         finish_reason=seq.finish_reason,
         stop_reason=seq.stop_reason,
         logprobs=list(seq.logprobs) if seq.params.logprobs is not None else None,
-        speculation=deepcopy(seq.record),
+        speculation=seq.record.copy(),
     )
 
 

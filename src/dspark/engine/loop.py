@@ -288,17 +288,14 @@ class Engine:
     def _count(
         self, seq: Sequence, stats: StepStats, *, drafted: Draft, verified: Draft, accepted: int, emitted: int
     ) -> None:
-        counts = {
-            "drafted": len(drafted.tokens),
-            "verified": len(verified.tokens),
-            "accepted": accepted,
-            "emitted": emitted,
-        }
-        seq.record.add(**counts)
-        self.totals.record.add(**counts)
+        num_drafted, num_verified = len(drafted.tokens), len(verified.tokens)
+        for record in (seq.record, self.totals.record):
+            record.add(drafted=num_drafted, verified=num_verified, accepted=accepted, emitted=emitted)
         stats.num_rows += 1
-        for name, value in counts.items():
-            setattr(stats, f"num_{name}", getattr(stats, f"num_{name}") + value)
+        stats.num_drafted += num_drafted
+        stats.num_verified += num_verified
+        stats.num_accepted += accepted
+        stats.num_emitted += emitted
 
     def _row_step(self, row: _Row, draft: Draft, keep: Draft, *, accepted: int, emitted: int, packed: int) -> RowStep:
         return RowStep(

@@ -30,6 +30,7 @@ LONGEST_PASS = 0.25
 """Seconds: beyond the size that takes as long, sizes are not measured. No decision needs them at once, and a start
 should take seconds."""
 NUM_TRIES = 6
+MUCH_QUICKER = 1.3
 NUM_SEQS = 8
 """Sequences over which the rows of a measured pass are spread."""
 FORMAT = "dspark-cost-2"
@@ -72,11 +73,14 @@ class PassCost:
 def known_cost(
     runner: Any, *, model: str, quantization: str | None, threads: int | None, page_size: int, fresh: bool = False
 ) -> PassCost:
-    """From the cache, else measured and stored there. `fresh`: measured in any case."""
+    """From the cache, else measured and stored there. `fresh`: measured in any case, as it is when passes are much
+    quicker now than the cache says: then it was written at a bad moment."""
     path = cost_file(runner, model=model, quantization=quantization, threads=threads)
     if not fresh:
         try:
-            return PassCost.from_dict(json.loads(path.read_text()))
+            known = PassCost.from_dict(json.loads(path.read_text()))
+            if not _quicker_now(known, runner, page_size=page_size):
+                return known
         except (OSError, ValueError):
             pass  # not there, or of another version: measured below
     cost = measure_cost(runner, page_size=page_size)
@@ -116,7 +120,27 @@ def measure_cost(runner: Any, *, page_size: int) -> PassCost:
     long = min(LONG_CONTEXT, room)
     each = -(-MAX_PROFILE_ROWS // NUM_SEQS)
     max_rows = min(MAX_PROFILE_ROWS, NUM_SEQS * min(each, runner.max_context - long))
-    length = long + each
+    run = _passes(runner, page_size=page_size, behind=behind, length=long + each)
+    table = profile(run, max_rows=max_rows, longest=LONGEST_PASS)
+    if long <= behind:
+        return PassCost(table=table)
+    apart, together = (_dearer(run, seqs=seqs, behind=behind, long=long) for seqs in (NUM_SEQS, 1))
+    # A token more behind each of NUM_SEQS rows of as many sequences costs n (c + c'), behind as many of one n c + c'.
+    per_seq = max(0.0, (apart - together) / (NUM_SEQS - 1))
+    return PassCost(table=table, per_context=max(0.0, apart / NUM_SEQS - per_seq), per_seq_context=per_seq)
+
+
+def _quicker_now(known: PassCost, runner: Any, *, page_size: int) -> bool:
+    """Whether passes over the smallest size take far less than they are known to."""
+    rows, seconds = known.table.points[0]
+    behind = min(SHORT_CONTEXT, max(1, runner.max_context // 2))
+    run = _passes(runner, page_size=page_size, behind=behind, length=behind + rows)
+    return min(run(rows) for _ in range(NUM_TRIES)) < seconds / MUCH_QUICKER
+
+
+def _passes(runner: Any, *, page_size: int, behind: int, length: int) -> Callable[..., float]:
+    """run(rows, start=behind, seqs=NUM_SEQS) -> seconds of a pass over rows of so many sequences, on a cache of its own
+    with places for `length` tokens each."""
     cache = KVCache(
         runner.layer_specs,
         num_pages=NUM_SEQS * -(-length // page_size),
@@ -135,13 +159,7 @@ def measure_cost(runner: Any, *, page_size: int) -> PassCost:
         runner.forward(pack(spans, cache), cache).logits.argmax(dim=-1).tolist()
         return time.perf_counter() - begin
 
-    table = profile(run, max_rows=max_rows, longest=LONGEST_PASS)
-    if long <= behind:
-        return PassCost(table=table)
-    apart, together = (_dearer(run, seqs=seqs, behind=behind, long=long) for seqs in (NUM_SEQS, 1))
-    # A token more behind each of NUM_SEQS rows of as many sequences costs n (c + c'), behind as many of one n c + c'.
-    per_seq = max(0.0, (apart - together) / (NUM_SEQS - 1))
-    return PassCost(table=table, per_context=max(0.0, apart / NUM_SEQS - per_seq), per_seq_context=per_seq)
+    return run
 
 
 def _dearer(run: Callable[..., float], *, seqs: int, behind: int, long: int) -> float:

@@ -60,14 +60,16 @@ class Scheduler:
         where tokens or pages are short, since a draft must never push another sequence out."""
         works: list[Work] = []
         budget = self.max_tokens
+        num_preempted = self.num_preempted
         for seq in sorted(self.running, key=lambda seq: seq.num_pending > 1):
-            if seq not in self.running:
+            if self.num_preempted > num_preempted and seq not in self.running:
                 continue  # preempted by an earlier one
             count = min(seq.num_pending, budget)
             if count and self._make_room(seq, seq.num_cached + count):
                 works.append(Work(seq=seq, num_tokens=count, samples=count == seq.num_pending))
                 budget -= count
-        works = [work for work in works if work.seq in self.running]
+        if self.num_preempted > num_preempted:
+            works = [work for work in works if work.seq in self.running]
         while self.waiting and len(self.running) < self.max_seqs and budget > 0:
             work = self._start(self.waiting[0], budget)
             if work is None:
