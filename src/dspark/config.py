@@ -30,6 +30,12 @@ def _at_least(name: str, value: object, least: int) -> None:
         raise ValueError(f"{name}={value!r} is not usable: give a whole number of at least {least}")
 
 
+def _name_or_path(name: str, value: object) -> str | None:
+    if value is not None and not (isinstance(value, (str, Path)) and str(value)):
+        raise ValueError(f"{name}={value!r} is not usable: give a name or path, or leave it out")
+    return None if value is None else str(value)
+
+
 @dataclass(frozen=True, kw_only=True)
 class SpeculationConfig:
     """Which drafter, and how long its drafts may be. Key names are vLLM's where the meaning is the same.
@@ -66,6 +72,8 @@ class SpeculationConfig:
         _at_least("prompt_lookup_min", self.prompt_lookup_min, 1)
         _at_least("prompt_lookup_max", self.prompt_lookup_max, self.prompt_lookup_min)
         _at_least("suffix_max_cached_tokens", self.suffix_max_cached_tokens, 0)
+        for name in ("model", "history"):
+            object.__setattr__(self, name, _name_or_path(name, getattr(self, name)))
         takes_model = self.method in ("model", *HEAD_METHODS)
         if (self.method == "model" and self.model is None) or (self.model is not None and not takes_model):
             raise ValueError(
@@ -150,7 +158,7 @@ def _build(cls: type, values: Mapping[str, Any], where: str) -> Any:
     if not isinstance(values, Mapping):
         raise ValueError(f"{where} is {values!r}, not a table of settings: write the keys under it, one a line")
     known = {f.name for f in fields(cls)}
-    if unknown := sorted(set(values) - known):
+    if unknown := sorted(set(values) - known, key=str):
         raise ValueError(f"unknown keys {unknown} in {where}: known are {sorted(known)}")
     return cls(**values)
 

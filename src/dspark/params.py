@@ -12,6 +12,8 @@ MAX_NUMBER = 10**6
 MIN_REPETITION_PENALTY = 1e-3
 MAX_STOP_STRINGS = 64
 MAX_TASK_LENGTH = 128
+AUTOMATIC_CLASS = "#"
+"""How the names begin of classes of prompts that are found while serving (plan/history): no task may begin so."""
 
 
 def _fail(name: str, value: object, cure: str) -> None:
@@ -54,6 +56,9 @@ class RequestSpeculation:
         for name, value in (("task", self.task), ("policy", self.policy)):
             if value is not None and not (isinstance(value, str) and 0 < len(value) <= MAX_TASK_LENGTH):
                 _fail(f"speculation.{name}", value, f"give a word of at most {MAX_TASK_LENGTH} characters")
+        if self.task is not None and self.task.startswith(AUTOMATIC_CLASS):
+            cure = f"names that begin with {AUTOMATIC_CLASS} are of classes found while serving; choose another"
+            _fail("speculation.task", self.task, cure)
 
     @classmethod
     def read(cls, value: object) -> RequestSpeculation:
@@ -66,7 +71,7 @@ class RequestSpeculation:
             _fail("speculation", value, "give true, false or a table such as {'max_tokens': 4, 'task': 'chat'}")
         assert isinstance(value, Mapping)
         known = {f.name for f in fields(cls)}
-        if unknown := sorted(set(value) - known):
+        if unknown := sorted(set(value) - known, key=str):
             raise ValueError(f"unknown keys {unknown} in speculation: known are {sorted(known)}")
         return cls(**value)  # type: ignore[arg-type]
 
@@ -195,6 +200,6 @@ class SamplingParams:
     def from_dict(cls, values: Mapping[str, object]) -> SamplingParams:
         """From parsed JSON. Unknown keys are an error that names them."""
         known = {f.name for f in fields(cls)}
-        if unknown := sorted(set(values) - known):
+        if unknown := sorted(set(values) - known, key=str):
             raise ValueError(f"unknown sampling fields {unknown}: known are {sorted(known)}")
         return cls(**values)  # type: ignore[arg-type]
