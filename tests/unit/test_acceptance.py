@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dspark.plan.acceptance import MAX_CLASSES, AcceptanceModel, logistic, logit
+from dspark.plan.acceptance import AcceptanceModel, logistic, logit
+from dspark.plan.recent import MAX_NAMES
 
 
 def verdict(rng, probability, num_verified):
@@ -137,9 +138,9 @@ def test_values_that_are_not_a_model_are_refused(spoil):
 
 def test_classes_are_bounded():
     model = AcceptanceModel()
-    for index in range(2 * MAX_CLASSES):
+    for index in range(2 * MAX_NAMES):
         begun(model, index, str(index)).update(index, "x", [0.5], num_verified=1, num_accepted=1)
-    assert len(model.sighted["x"].classes) == len(model.blind["x"].classes) == MAX_CLASSES
+    assert len(model.sighted["x"].classes) == len(model.blind["x"].classes) == MAX_NAMES
 
 
 @given(st.floats(0.01, 0.99))

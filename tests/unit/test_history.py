@@ -9,8 +9,9 @@ import pytest
 
 from dspark.engine.sketch import MAX_TOKENS, NUM_NUMBERS, sketch
 from dspark.plan.classes import PromptClasses
-from dspark.plan.gains import MAX_CLASSES, Gains
+from dspark.plan.gains import Gains
 from dspark.plan.history import History
+from dspark.plan.recent import MAX_NAMES
 
 
 def prompt(rng, topic, *, length=80):
@@ -101,11 +102,11 @@ def test_learning_counts_blocks_whose_drafts_were_all_cut_and_rests_without_one(
 
 def test_gains_are_bounded():
     gains = Gains()
-    for seq_id in range(2 * MAX_CLASSES):
+    for seq_id in range(2 * MAX_NAMES):
         gains.begin(seq_id, str(seq_id))
         gains.update(seq_id, num_verified=1, num_accepted=1)
         gains.forget(seq_id)
-    assert len(gains.classes) == MAX_CLASSES and not gains.rows and not gains.class_of
+    assert len(gains.classes) == MAX_NAMES and not gains.rows and not gains.class_of
 
 
 def taught():

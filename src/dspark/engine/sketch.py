@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-NUM_NUMBERS = 128
+from dspark.plan.classes import NUM_NUMBERS
+
 MAX_TOKENS = 1024
 """Tokens of a prompt that are looked at: its first half and its last."""
 MULTIPLIER = 2654435761

@@ -11,13 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import exp, isfinite, log, sqrt
+from math import exp, log, sqrt
 from typing import Any
+
+from dspark.plan import recent
+from dspark.plan import values as read
 
 NUM_BUCKETS = 4
 """Positions 0, 1, 2 and all further ones have offsets of their own."""
 LAST = NUM_BUCKETS - 1
 LEAST, MOST = 0.002, 0.998
+TINY = 1e-9
 LARGEST = 500.0
 RATE = 0.1
 """Step of AdaGrad (Duchi et al. 2011) for what all requests share."""
@@ -29,7 +33,8 @@ SIGHTED_ROW_RATE, BLIND_ROW_RATE = 0.1, 0.25
 ROW_PULL = 0.05
 IDLE_PULL = 0.1
 """Of a request's own offsets for each step in which nothing of it was verified: they grow old."""
-MAX_CLASSES = 256
+LARGEST_OFFSET = 1e6
+"""Of a weight or an offset, far beyond what is ever learned."""
 
 
 def logit(probability: float) -> float:
@@ -92,12 +97,9 @@ class _Regression:
         self._weigh(0, error * claim)
         self.positions.move(bucket, error, rate=RATE)
         for found, key in ((self.kinds, request.text_kind), (self.classes, request.prompt_class)):
-            offsets = found.get(key)
-            if offsets is None and len(found) < MAX_CLASSES:
-                offsets = found[key] = _Offsets()
-            if offsets is not None:
-                score += offsets.values[bucket]
-                offsets.move(bucket, held - logistic(score), rate=CLASS_RATE, pull=CLASS_PULL)
+            offsets = recent.use(found, key, _Offsets)
+            score += offsets.values[bucket]
+            offsets.move(bucket, held - logistic(score), rate=CLASS_RATE, pull=CLASS_PULL)
         score += weights[1] * surprise
         self._weigh(1, (held - logistic(score)) * surprise)
         return held - logistic(score + of_row)
@@ -229,19 +231,12 @@ class AcceptanceModel:
     def from_dict(cls, values: Mapping[str, Any]) -> AcceptanceModel:
         """Raises ValueError for what `as_dict` did not make."""
         try:
-            model = cls(first_guess=float(values["first_guess"]))
-            for kind in ("sighted", "blind"):
-                for source, found in values[kind].items():
-                    weights, squares = _pair(found["weights"], 2)
-                    getattr(model, kind)[source] = _Regression(
-                        weights=weights,
-                        squares=squares,
-                        positions=_Offsets(*_pair(found["positions"], NUM_BUCKETS)),
-                        kinds={name: _Offsets(*_pair(row, NUM_BUCKETS)) for name, row in found["kinds"].items()},
-                        classes={name: _Offsets(*_pair(row, NUM_BUCKETS)) for name, row in found["classes"].items()},
-                    )
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise ValueError(f"these are not the values of an acceptance model ({error!r}): save it again") from None
+            model = cls(first_guess=read.number(values, "first_guess", least=TINY, most=1 - TINY))
+            for kind, regressions in (("sighted", model.sighted), ("blind", model.blind)):
+                listed = read.table(values, kind)
+                regressions.update({source: _regression(read.table(listed, source)) for source in listed})
+        except ValueError as error:
+            raise ValueError(f"these are not the values of an acceptance model: {error}") from None
         return model
 
     # -- inside
@@ -258,9 +253,28 @@ class AcceptanceModel:
         return self.blind[source]
 
 
-def _pair(lists: Sequence[Sequence[float]], count: int) -> tuple[list[float], list[float]]:
-    values, squares = ([float(number) for number in numbers] for numbers in lists)
-    numbers = [*values, *squares]
-    if len(values) != count or len(squares) != count or not all(map(isfinite, numbers)) or min(squares) <= 0:
-        raise ValueError(f"{lists!r} are not {count} values and squares")
-    return values, squares
+def _regression(values: Mapping[str, Any]) -> _Regression:
+    weights, squares = _pair(values, "weights", count=2)
+    kinds, classes = read.table(values, "kinds"), read.table(values, "classes")
+    return _Regression(
+        weights=weights,
+        squares=squares,
+        positions=_offsets(values, "positions"),
+        kinds=recent.check({name: _offsets(kinds, name) for name in kinds}, "kinds of text"),
+        classes=recent.check({name: _offsets(classes, name) for name in classes}, "classes"),
+    )
+
+
+def _offsets(holder: Mapping[str, Any], key: str) -> _Offsets:
+    return _Offsets(*_pair(holder, key, count=NUM_BUCKETS))
+
+
+def _pair(holder: Mapping[str, Any], key: str, *, count: int) -> tuple[list[float], list[float]]:
+    """Values, and the squares of their gradients, which start at FIRST_SQUARES and only grow."""
+    both = read.sequence(holder, key)
+    if len(both) != 2:
+        raise ValueError(f"{key} holds {len(both)} lists, not values and squares")
+    return (
+        read.as_numbers(key, both[0], count=count, least=-LARGEST_OFFSET, most=LARGEST_OFFSET),
+        read.as_numbers(key, both[1], count=count, least=FIRST_SQUARES),
+    )

@@ -8,7 +8,15 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dspark.plan import values as read
+
+NUM_NUMBERS = 128
+"""Of a sketch (engine/sketch)."""
 MAX_CLASSES = 24
+MOST_CLASSES = 256
+"""That a saved history may ask for: each costs a product of sketches a request."""
+UNIT = 1 + 1e-6
+"""Largest number of a vector of length 1, with what rounding adds."""
 LEAST_LIKENESS = 0.3
 """Cosine below which a prompt opens a class of its own, while there is room."""
 RATE = 0.1
@@ -45,15 +53,22 @@ class PromptClasses:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> PromptClasses:
         """Raises ValueError for what `as_dict` did not make."""
-        try:
-            found = cls(max_classes=int(values["max_classes"]), least_likeness=float(values["least_likeness"]))
-            found.mean = [float(number) for number in values["mean"]]
-            found.num_seen = int(values["num_seen"])
-            found.centres = [[float(number) for number in centre] for centre in values["centres"]]
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"these are not classes of prompts ({error!r}): save them again") from None
-        if any(len(centre) != len(found.mean) for centre in found.centres):
-            raise ValueError("these are not classes of prompts: their lengths differ; save them again")
+        found = cls(
+            max_classes=read.whole(values, "max_classes", least=1, most=MOST_CLASSES),
+            least_likeness=read.number(values, "least_likeness", least=-1.0, most=1.0),
+        )
+        found.num_seen = read.whole(values, "num_seen")
+        length = NUM_NUMBERS if found.num_seen else 0
+        found.mean = read.numbers(values, "mean", count=length, least=-UNIT, most=UNIT)
+        found.centres = [
+            read.as_numbers("centres", centre, count=length, least=-UNIT, most=UNIT)
+            for centre in read.sequence(values, "centres")
+        ]
+        most = min(found.max_classes, found.num_seen)
+        if not min(1, most) <= len(found.centres) <= most:
+            raise ValueError(
+                f"{len(found.centres)} centres are not those of {found.num_seen} prompts in {most} classes"
+            )
         return found
 
     def _centre(self, sketch: Sequence[float]) -> list[float]:

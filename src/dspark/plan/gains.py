@@ -4,10 +4,12 @@ It must never count a step in which no block was drafted.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import astuple, dataclass
 from typing import Any
+
+from dspark.plan import recent
+from dspark.plan import values as read
 
 FIRST_GUESS = 1.0
 """Accepted drafts of a block, before anything is known; three times as many verified."""
@@ -19,7 +21,8 @@ CLASS_DECAY = 0.98
 CLASS_IDLE_DECAY = 0.999
 """The same of a class: what it is known by are the steps with a block, which stop where it does badly."""
 OVERALL_DECAY = 0.995
-MAX_CLASSES = 256
+LONGEST_DRAFT = 1e6
+"""Drafts a step, beyond any that a drafter makes."""
 KINDS = ("alone", "beside")
 """Blocks where nothing else had a draft, and beside one that cost nothing: there the text repeats, and both know."""
 
@@ -80,10 +83,8 @@ class Gains:
         """A step with a block, though none of it may have been verified."""
         self.overall.add(num_accepted, num_verified, decay=OVERALL_DECAY)
         self.rows.setdefault(seq_id, _Record()).add(num_accepted, num_verified, decay=ROW_DECAY)
-        prompt_class = self.class_of.get(seq_id, "")
-        if prompt_class in self.classes or len(self.classes) < MAX_CLASSES:
-            record = self.classes.setdefault(prompt_class, _Record())
-            record.add(num_accepted, num_verified, decay=CLASS_DECAY)
+        of_class = recent.use(self.classes, self.class_of.get(seq_id, ""), _Record)
+        of_class.add(num_accepted, num_verified, decay=CLASS_DECAY)
 
     def rest(self, seq_id: int) -> None:
         """A step without a block."""
@@ -101,16 +102,15 @@ class Gains:
     def from_dict(cls, values: Mapping[str, Any]) -> Gains:
         """Raises ValueError for what `as_dict` did not make."""
         gains = cls()
-        try:
-            gains.overall = _record(values["overall"], least=1e-9)
-            gains.classes = {str(name): _record(numbers) for name, numbers in values["classes"].items()}
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise ValueError(f"these are not gains of blocks ({error!r}): save them again") from None
+        gains.overall = _record(values, "overall", least=1e-9)
+        classes = read.table(values, "classes")
+        gains.classes = recent.check({name: _record(classes, name) for name in classes}, "classes")
         return gains
 
 
-def _record(numbers: Sequence[float], *, least: float = 0.0) -> _Record:
-    accepted, verified, steps = map(float, numbers)
-    if not (0 <= accepted <= verified < math.inf and least <= steps < math.inf):
-        raise ValueError(f"{list(numbers)} are not accepted and verified drafts and steps")
+def _record(holder: Mapping[str, Any], key: str, *, least: float = 0.0) -> _Record:
+    accepted, verified, steps = read.numbers(holder, key, count=3, least=0.0)
+    # Rounding of sums that have faded away may leave a little where there are no steps any more.
+    if accepted > verified or steps < least or verified > LONGEST_DRAFT * steps + 1e-9:
+        raise ValueError(f"{key}={[accepted, verified, steps]} are not accepted and verified drafts and steps")
     return _Record(accepted, verified, steps)

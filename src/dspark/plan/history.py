@@ -6,9 +6,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from dspark.params import AUTOMATIC_CLASS
+from dspark.plan import values as read
 from dspark.plan.acceptance import AcceptanceModel
 from dspark.plan.classes import PromptClasses
 from dspark.plan.gains import KINDS, Gains
@@ -27,7 +30,9 @@ class History:
     def begin(self, seq_id: int, *, task: str | None = None, sketch: Sequence[float] | None = None) -> str:
         """A request comes in; returns its class: `task` where the caller names one, else that of prompts like it,
         "#0", "#1", ..., else "" where there is no sketch either."""
-        prompt_class = task if task is not None else f"#{self.classes.assign(sketch)}" if sketch is not None else ""
+        prompt_class = task or ""
+        if task is None and sketch is not None:
+            prompt_class = f"{AUTOMATIC_CLASS}{self.classes.assign(sketch)}"
         self.acceptance.begin(seq_id, prompt_class)
         for gains in self.gains.values():
             gains.begin(seq_id, prompt_class)
@@ -81,26 +86,31 @@ class History:
     def from_dict(cls, values: Any) -> History:
         """Raises ValueError for what `as_dict` did not make."""
         if not isinstance(values, dict) or values.get("format") != FORMAT:
-            raise ValueError(f"this is no history of acceptance ({FORMAT}): save one with LLM.save_history")
+            raise ValueError(f"there is no {FORMAT} in it")
         history = cls()
-        history.acceptance = AcceptanceModel.from_dict(values.get("acceptance") or {})
-        gains = values.get("gains") or {}
-        history.gains = {kind: Gains.from_dict(gains.get(kind) or {}) for kind in KINDS}
-        history.classes = PromptClasses.from_dict(values.get("classes") or {})
+        history.acceptance = AcceptanceModel.from_dict(read.table(values, "acceptance"))
+        gains = read.table(values, "gains")
+        history.gains = {kind: Gains.from_dict(read.table(gains, kind)) for kind in KINDS}
+        history.classes = PromptClasses.from_dict(read.table(values, "classes"))
         return history
 
     def save(self, path: str | Path) -> None:
-        """As JSON, whole or not at all."""
+        """As JSON, whole or not at all. Raises ValueError where the file cannot be written."""
         partial = Path(f"{path}.partial")
-        partial.write_text(json.dumps(self.as_dict()))
-        os.replace(partial, path)
+        try:
+            partial.write_text(json.dumps(self.as_dict()), encoding="utf-8")
+            os.replace(partial, path)
+        except OSError as error:
+            with suppress(OSError):
+                partial.unlink()
+            raise ValueError(f"cannot write the history {path}: {error.strerror}; give a file in a folder") from None
 
     @classmethod
     def load(cls, path: str | Path) -> History:
         """Raises ValueError naming the file, cause and cure."""
         try:
-            return cls.from_dict(json.loads(Path(path).read_text()))
+            return cls.from_dict(read.parse(Path(path).read_text(encoding="utf-8")))
         except FileNotFoundError:
             raise ValueError(f"{path}: no such file; save one with LLM.save_history") from None
-        except (OSError, UnicodeDecodeError, ValueError) as error:
-            raise ValueError(f"{path}: not a history of acceptance: {error}") from None
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{path}: not a history of acceptance: {error}; save one with LLM.save_history") from None
