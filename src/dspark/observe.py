@@ -36,6 +36,11 @@ class ProfileLog:
         if step.seq.finish_reason is not None:
             self._answer(*self.open.pop(step.seq.id))
 
+    def aborted(self, seq: Sequence) -> None:
+        """The engine calls this for a sequence that it will not go on with; one that had no step yet is none here."""
+        if (begun := self.open.pop(seq.id, None)) is not None:
+            self._answer(*begun)
+
     def close(self) -> None:
         """Write what has not ended, with the reason that it stands at, and close the file."""
         for seq, steps in self.open.values():
@@ -63,6 +68,7 @@ class ProfileLog:
 
     def _write(self, value: Mapping[str, Any]) -> None:
         self.file.write(json.dumps(value) + "\n")
+        self.file.flush()  # what was recorded outlives a crash
 
 
 def _step(step: RowStep, text: list[int]) -> dict[str, Any]:

@@ -220,14 +220,16 @@ class StepStats:
 class RowStep:
     """What was decided for one sequence in one step, and how it ended: for `dspark generate --explain` and profiles.
 
-    `position`: tokens of the answer before the step, `text_kind`: what the last of them look like. `limit`: drafts that
-    the policy allowed, `claims` the survivals that the drafter named for the `tokens` it drafted, `survival` what these
-    were judged to be worth. The first `verified` of them were looked at, `accepted` of these held, `emitted` tokens
-    came out. `packed`: rows of the target pass, of all sequences together.
+    `allowed`: whether drafts were possible at all, before the policy was asked: not where the request, the engine or
+    what is left of the answer admits none. `position`: tokens of the answer before the step, `text_kind`: what the last
+    of them look like. `limit`: drafts that the policy allowed, `claims` the survivals that the drafter named for the
+    `tokens` it drafted, `survival` what these were judged to be worth. The first `verified` of them were looked at,
+    `accepted` of these held, `emitted` tokens came out. `packed`: rows of the target pass, of all sequences together.
     """
 
     seq: Sequence
     policy: str
+    allowed: bool
     position: int
     text_kind: str
     source: str

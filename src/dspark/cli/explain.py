@@ -24,7 +24,7 @@ class Explainer:
             self.begun = True
             kind = f", prompt class {step.seq.prompt_class}" if step.seq.prompt_class else ""
             print(f"policy {step.policy}{kind}", file=self.stream)
-            print(HEAD, file=self.stream)
+            print(" " * len(_name(step)) + HEAD, file=self.stream)
         print(explain(step), file=self.stream)
 
 
@@ -32,13 +32,20 @@ def explain(step: RowStep) -> str:
     """One line of the table."""
     source = step.source or "-"
     counts = f"{step.limit:5}  {len(step.tokens):7}  {step.verified:8}  {step.accepted:8}"
-    return f"{step.position:6}  {source:14}  {counts}  {_reason(step)}".rstrip()
+    return f"{_name(step)}{step.position:6}  {source:14}  {counts}  {_reason(step)}".rstrip()
+
+
+def _name(step: RowStep) -> str:
+    """Which of several answers, numbered as `dspark generate` prints them."""
+    return f"[{step.seq.index + 1}] " if step.seq.params.n > 1 else ""
 
 
 def _reason(step: RowStep) -> str:
     if not step.tokens:
         if step.position == 0:
             return "the prompt's own pass"
+        if not step.allowed:
+            return "no draft: none is allowed, by the settings or so near the end"
         return "no draft: the policy expects none to pay" if not step.limit else "the drafters had none that pays"
     chances = [f"{alive:.2f}" for alive in step.survival]
     if step.verified < len(chances):

@@ -126,7 +126,8 @@ class LLM:
         self.engine.sinks.append(sink)
 
     def add_row_sink(self, sink: Callable[[RowStep], None]) -> None:
-        """`sink` is called for every sequence that sampled in a step, with what was decided for it and how it ended."""
+        """`sink` is called for every sequence that sampled in a step, with what was decided for it and how it ended;
+        its method `aborted`, where it has one, with every sequence that is aborted."""
         self.engine.row_sinks.append(sink)
 
     def add_policy(self, name: str, policy: LengthPolicy) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from dspark.draft.base import DraftRow, Taps
 from dspark.engine.ends import StopWatcher, append_token
 from dspark.engine.scheduler import Scheduler, Work
-from dspark.engine.speculator import RowPlan, Speculator
+from dspark.engine.speculator import NO_DRAFTS, RowPlan, Speculator
 from dspark.engine.totals import Clock, EngineTotals
 from dspark.law import largest
 from dspark.model.batch import Packed, Span, pack
@@ -72,7 +72,7 @@ class Engine:
         self.check = check
         self.rows: dict[int, _Row] = {}
         self.sinks: list[Callable[[StepStats], None]] = []
-        self.row_sinks: list[Callable[[RowStep], None]] = []
+        self.row_sinks: list[Callable[[RowStep], None]] = []  # one with a method `aborted` hears of aborts too
         self.totals = EngineTotals()
         self.taps = tuple(speculator.drafter.taps)
 
@@ -118,6 +118,9 @@ class Engine:
             row.seq.finish_reason = "abort"
             row.watcher.finish(row.seq, may_stop=False)
             self._retire(row.seq)
+            for sink in self.row_sinks:
+                if (hear := getattr(sink, "aborted", None)) is not None:
+                    hear(row.seq)
 
     # -- the phases
 
@@ -301,6 +304,7 @@ class Engine:
         return RowStep(
             seq=row.seq,
             policy=row.plan.name,
+            allowed=row.plan.limit is not NO_DRAFTS,
             position=row.seq.num_output - emitted,
             text_kind=row.plan.text_kind,
             source=draft.source,
