@@ -25,17 +25,21 @@ class PromptRow:
 
 
 def load_rows(
-    paths: Sequence[str | Path], *, per_task: int | None = None, tasks: Sequence[str] | None = None
+    paths: Sequence[str | Path],
+    *,
+    per_task: int | None = None,
+    tasks: Sequence[str] | None = None,
+    check_task: Callable[[str], object] = lambda task: None,
 ) -> list[PromptRow]:
     """Rows of files, folders (every *.jsonl in it, by name) and "-" (stdin), in their order.
 
     `per_task` keeps the first N rows of each task, `tasks` only these tasks. A multi-turn row asks its first turn.
     Raises ValueError, one line, for a missing or empty file, broken JSON, a line over a million characters, a row
-    without a prompt, and a task that no row has.
+    without a prompt, or whose task `check_task` raises it for, and a task that no row has.
     """
     if per_task is not None and per_task < 1:
         raise ValueError(f"per-task={per_task} leaves no prompt: give at least 1, or leave it out for all of them")
-    rows = [row for name, stream in _streams(paths) for row in _read(stream, name=name)]
+    rows = [row for name, stream in _streams(paths) for row in _read(stream, name=name, check_task=check_task)]
     known = list(dict.fromkeys(row.task for row in rows))
     if tasks is not None and (unknown := sorted(set(tasks) - set(known))):
         raise ValueError(f"no prompt has the task {', '.join(unknown)}: the data has {', '.join(known)}")
@@ -48,6 +52,17 @@ def load_rows(
         if per_task is None or counts[row.task] <= per_task:
             kept.append(row)
     return kept
+
+
+def files_of(path: str | Path) -> list[Path]:
+    """The files of one path of data: of a folder every *.jsonl in it, by name."""
+    path = Path(path)
+    return sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+
+
+def printable(name: str) -> str:
+    """A task's or a row's name on one line, as any terminal and page can show it."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in name)
 
 
 def interleave(rows: Sequence[PromptRow]) -> list[PromptRow]:
@@ -91,8 +106,7 @@ def _streams(paths: Sequence[str | Path]) -> Iterator[tuple[str, TextIO]]:
         if str(path) == "-":
             yield "stdin", sys.stdin
             continue
-        path = Path(path)
-        files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+        files = files_of(path)
         if not files:
             raise ValueError(f"{path}: no *.jsonl in this folder; give a folder or a file of JSON lines")
         for file in files:
@@ -104,7 +118,7 @@ def _streams(paths: Sequence[str | Path]) -> Iterator[tuple[str, TextIO]]:
                 yield file.name, stream
 
 
-def _read(stream: TextIO, *, name: str) -> list[PromptRow]:
+def _read(stream: TextIO, *, name: str, check_task: Callable[[str], object]) -> list[PromptRow]:
     rows: list[PromptRow] = []
     number = 0
     try:
@@ -117,6 +131,7 @@ def _read(stream: TextIO, *, name: str) -> list[PromptRow]:
                 )
             if line.strip():
                 rows.append(_row(_parse(line, where=f"{name}:{number}"), number=number, name=name))
+                _check_task(rows[-1].task, check_task, where=f"{name}:{number}")
     except UnicodeDecodeError:
         raise ValueError(f"{name}: not UTF-8 text after line {number}; give a file of JSON lines") from None
     if not rows:
@@ -143,6 +158,13 @@ def _row(value: dict[str, Any], *, number: int, name: str) -> PromptRow:
         id=str(names[0] if names else number),
         messages=_messages(value, where=where),
     )
+
+
+def _check_task(task: str, check: Callable[[str], object], *, where: str) -> None:
+    try:
+        check(task)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
 
 
 def _messages(value: dict[str, Any], *, where: str) -> tuple[Mapping[str, str], ...]:

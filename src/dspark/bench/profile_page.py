@@ -11,6 +11,8 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
+from dspark.bench.data import printable
+from dspark.bench.plot import label
 from dspark.bench.profile import Profile, best_fixed, group_of, text_report
 from dspark.plan.replay import Outcome
 
@@ -24,8 +26,8 @@ STYLE = (
 
 def write_page(path: Path, profile: Profile, outcomes: Outcomes) -> None:
     """Raises ValueError where the file cannot be written."""
-    info = profile.header.get("info", {})
-    what = f"{info.get('model', '?')} with {info.get('draft', '?')}, policy {info.get('policy', '?')}"
+    info = profile.info
+    what = printable(f"{info.get('model', '?')} with {info.get('draft', '?')}, policy {info.get('policy', '?')}")
     parts = [
         "<!doctype html><html lang=en><meta charset=utf-8><title>dspark profile</title>",
         f"<style>{STYLE}</style><h1>Where speculation pays</h1><p>{html.escape(what)}: {len(profile.answers)} answers.",
@@ -54,7 +56,9 @@ def lengths_figure(outcomes: Outcomes) -> Figure:
     lengths = [name for name in outcomes if name.startswith("fixed@")]
     for group in [group for group in outcomes["adaptive"] if group] or [""]:
         values = [outcomes[name][group].speedup for name in lengths]
-        (line,) = axes.plot([int(name[6:]) for name in lengths], values, marker="o", markersize=3, label=group or "all")
+        (line,) = axes.plot(
+            [int(name[6:]) for name in lengths], values, marker="o", markersize=3, label=label(group or "all")
+        )
         axes.axhline(outcomes["adaptive"][group].speedup, color=line.get_color(), linestyle="--", linewidth=1)
     axes.axhline(1.0, color="0.5", linewidth=1)
     axes.set_xlabel("fixed draft length (dashed: adaptive)")
@@ -73,7 +77,7 @@ def acceptance_figure(profile: Profile) -> Figure:
         for j in range(max((len(chance.claims) for chance in drafts), default=0)):
             long = [chance for chance in drafts if len(chance.claims) > j]
             shares.append(sum(chance.holds > j for chance in long) / len(long))
-        axes.plot(range(1, len(shares) + 1), shares, marker="o", markersize=3, label=group or "all")
+        axes.plot(range(1, len(shares) + 1), shares, marker="o", markersize=3, label=label(group or "all"))
     axes.set_xlabel("position in the draft (among drafts that long)")
     axes.set_ylabel("accepted up to here")
     axes.set_ylim(0, 1)
@@ -89,20 +93,23 @@ def time_rows(outcomes: Outcomes) -> list[list[str]]:
         seconds = outcome.plain_seconds if best == "none" else outcomes[best][group].seconds
         won = outcome.plain_seconds - outcome.seconds
         figures = [f"{value:.2f}" for value in (outcome.plain_seconds, outcome.seconds, won)]
-        rows.append([group or "all", str(outcome.tokens), *figures, best, f"{seconds:.2f}"])
+        rows.append([printable(group or "all"), str(outcome.tokens), *figures, best, f"{seconds:.2f}"])
     return rows
 
 
 def answer_rows(profile: Profile, *, limit: int = 20) -> list[list[str]]:
     """Answers with the most measured seconds a token as they were recorded."""
     rows = [["answer", "group", "tokens", "ms a token", "drafted", "verified", "accepted"]]
-    timed = [line for line in profile.lines if line.get("seconds") and line["num_tokens"] > 1]
-    for line in sorted(timed, key=lambda line: -line["seconds"] / (line["num_tokens"] - 1))[:limit]:
-        steps = line["steps"]
-        counts = [len(step["claims"]) for step in steps], [s["verified"] for s in steps], [s["accepted"] for s in steps]
-        each = 1000 * line["seconds"] / (line["num_tokens"] - 1)
-        group = line["task"] or line["prompt_class"]
-        rows.append([line["id"], group, str(line["num_tokens"]), f"{each:.1f}", *[str(sum(c)) for c in counts]])
+    timed = [
+        (answer.seconds / (answer.num_tokens - 1), answer)
+        for answer in profile.answers
+        if answer.seconds and answer.num_tokens > 1
+    ]
+    for each, answer in sorted(timed, key=lambda pair: -pair[0])[:limit]:
+        drafted = sum(len(chance.claims) for chance in answer.drafts.values())
+        names = [printable(name) for name in (answer.id, group_of(answer))]
+        counts = [str(count) for count in (drafted, answer.verified, answer.accepted)]
+        rows.append([*names, str(answer.num_tokens), f"{1000 * each:.1f}", *counts])
     return rows
 
 

@@ -13,10 +13,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from dspark.plan import values as read
 from dspark.plan.budget import choose
 from dspark.plan.cost import CostTable
+from dspark.plan.gains import KINDS
 from dspark.plan.history import History
 from dspark.plan.length import PROBE_EVERY, PROBE_SHARE, Features, LengthPolicy, PolicyInputs, build_policies
+
+LONGEST_ANSWER = 10**6
+"""Tokens of an answer that a profile may tell of: a replay makes a list as long."""
+SHORTEST = 1e-12
+"""Seconds of a pass."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,13 +46,17 @@ class Chance:
 @dataclass(frozen=True, kw_only=True)
 class Answer:
     """A recorded answer of `num_tokens` tokens, with drafts by position; its first token comes out of the prompt's own
-    pass. `task` is the caller's word, `prompt_class` what acceptance was learned by."""
+    pass. `task` is the caller's word, `prompt_class` what acceptance was learned by. `seconds`, `verified` and
+    `accepted`: of the answer as it was recorded."""
 
     id: str
     num_tokens: int
     drafts: Mapping[int, Chance]
     prompt_class: str = ""
     task: str = ""
+    seconds: float | None = None
+    verified: int = 0
+    accepted: int = 0
 
     def by_position(self) -> list[Chance | None]:
         """A draft for each position; None where the record does not say."""
@@ -252,36 +263,51 @@ def policy_replay(name: str, costs: Costs, *, max_tokens: int, threshold: float 
 def costs_from_dict(values: Mapping[str, Any]) -> Costs:
     """As a profile's first line has them: points are [rows, seconds]. Raises ValueError for anything else."""
     try:
-        draft = values["draft"]
+        sources = read.table(values, "block_sources")
+        if unknown := sorted({read.word(sources, name) for name in sources} - set(KINDS)):
+            raise ValueError(f"block_sources has the kinds {unknown}: known are {list(KINDS)}")
         return Costs(
-            target=CostTable([(rows, seconds) for rows, seconds in values["target"]]),
-            draft=None if draft is None else CostTable([(rows, seconds) for rows, seconds in draft]),
-            block_sources=dict(values["block_sources"]),
-            token_sources=tuple(values["token_sources"]),
+            target=_cost_table(values, "target"),
+            draft=None if read.member(values, "draft") is None else _cost_table(values, "draft"),
+            block_sources=dict(sources),
+            token_sources=tuple(read.words(values, "token_sources")),
         )
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"the profile holds no costs ({error!r}): record it again") from None
+    except ValueError as error:
+        raise ValueError(f"the profile holds no costs: {error}") from None
+
+
+def _cost_table(values: Mapping[str, Any], key: str) -> CostTable:
+    points = [read.as_numbers(key, point, count=2, least=SHORTEST) for point in read.sequence(values, key)]
+    if any(rows != int(rows) for rows, _ in points):
+        raise ValueError(f"{key} has a part of a row")
+    return CostTable([(int(rows), seconds) for rows, seconds in points])
 
 
 def answer_from_dict(values: Mapping[str, Any]) -> Answer:
     """A line of a profile. Raises ValueError for a line of another kind."""
     try:
-        drafts = {
-            int(step["at"]): Chance(
-                source=step["source"],
-                claims=step["claims"],
-                holds=int(step["holds"]),
-                text_kind=str(step["text_kind"]),
-            )
-            for step in values["steps"]
-            if step["claims"]
-        }
+        num_tokens, steps = read.whole(values, "num_tokens", most=LONGEST_ANSWER), read.sequence(values, "steps")
+        places = [read.whole(step, "at", most=num_tokens - 1) for step in steps]
+        chances = [_chance(step) for step in steps]
         return Answer(
-            id=str(values["id"]),
-            num_tokens=int(values["num_tokens"]),
-            drafts=drafts,
-            prompt_class=str(values["prompt_class"]),
-            task=str(values["task"]),
+            id=read.word(values, "id"),
+            num_tokens=num_tokens,
+            drafts={at: chance for at, chance in zip(places, chances) if chance.claims},
+            prompt_class=read.word(values, "prompt_class"),
+            task=read.word(values, "task"),
+            seconds=None if values.get("seconds") is None else read.number(values, "seconds", least=0.0),
+            verified=sum(read.whole(step, "verified") for step in steps if "verified" in step),
+            accepted=sum(read.whole(step, "accepted") for step in steps if "accepted" in step),
         )
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"not an answer of a profile ({error!r}): record one with dspark profile") from None
+    except ValueError as error:
+        raise ValueError(f"not an answer of a profile: {error}") from None
+
+
+def _chance(step: Mapping[str, Any]) -> Chance:
+    claims = read.numbers(step, "claims", least=0.0, most=1.0)
+    return Chance(
+        source=read.word(step, "source"),
+        claims=claims,
+        holds=read.whole(step, "holds", most=len(claims)),
+        text_kind=read.word(step, "text_kind"),
+    )
