@@ -218,3 +218,9 @@ def test_tokens_per_second_leaves_out_the_first_delivery():
     assert Answer(tokens=[1] * 11, decode_seconds=2.0).tokens_per_second == 5.0
     assert Answer(tokens=[1] * 11, decode_seconds=2.0, num_first=3).tokens_per_second == 4.0
     assert Answer(tokens=[1], decode_seconds=0.0).tokens_per_second is None
+
+
+def test_names_are_written_out_for_plots_and_terminals():
+    from dspark.bench.plot import label
+
+    assert [label(name) for name in ("a", "$x$", "_x", "\ud800", "a\nb")] == ["a", r"\$x\$", " _x", r"\ud800", r"a\nb"]

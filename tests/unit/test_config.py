@@ -31,6 +31,11 @@ def test_defaults_are_usable() -> None:
         {"cache_gib": float("nan")},
         {"max_num_batched_tokens": 8, "max_num_seqs": 9},
         {"speed": 1},
+        {"history": 5},
+        {"history": ""},
+        {"history": ["x"]},
+        {"model": 5},
+        {"model": ""},
     ],
     ids=str,
 )

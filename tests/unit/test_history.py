@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import random
+import re
 
 import pytest
 
@@ -168,3 +170,95 @@ def test_other_files_are_refused_by_name(tmp_path, content):
         History.load(file)
     with pytest.raises(ValueError, match="no such file"):
         History.load(tmp_path / "missing.json")
+
+
+def good():
+    return json.loads(json.dumps(taught().as_dict()))
+
+
+@pytest.mark.parametrize("value", (math.nan, math.inf, 0, 1, -7, "0.5", True, 10**400), ids=str)
+def test_first_guesses_that_are_no_probability_are_refused(value):
+    values = good()
+    values["acceptance"]["first_guess"] = value
+    with pytest.raises(ValueError, match="first_guess"):
+        History.from_dict(values)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    (
+        ("num_seen", -1),
+        ("num_seen", 2.5),
+        ("num_seen", math.inf),
+        ("num_seen", 0),
+        ("max_classes", 0),
+        ("max_classes", 10**9),
+        ("least_likeness", math.nan),
+        ("mean", [math.nan] * NUM_NUMBERS),
+        ("mean", [0.1] * 3),
+        ("mean", []),
+        ("centres", [[1e300] * NUM_NUMBERS]),
+        ("centres", [[0.1] * 3]),
+        ("centres", []),
+    ),
+)
+def test_classes_out_of_range_are_refused(key, value):
+    values = good()
+    values["classes"][key] = value
+    with pytest.raises(ValueError):
+        History.from_dict(values)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    (
+        lambda values: values.update(acceptance=[1]),
+        lambda values: values.update(gains=[1]),
+        lambda values: values.update(classes="xx"),
+        lambda values: values["gains"]["alone"].update(overall=[1e14, 1e14, 1e-9]),
+        lambda values: values["acceptance"]["sighted"]["suffix"].update(weights=[[1e308, 1.0], [1.0, 1.0]]),
+        lambda values: values["acceptance"]["sighted"]["suffix"].update(weights=[[1.0, 1.0], [0.0, 1.0]]),
+        lambda values: values["gains"]["alone"]["classes"].update({str(i): [0, 0, 0] for i in range(MAX_NAMES + 1)}),
+    ),
+)
+def test_values_that_cannot_have_been_learned_are_refused(spoil):
+    values = good()
+    spoil(values)
+    with pytest.raises(ValueError):
+        History.from_dict(values)
+
+
+def test_nesting_too_deep_to_read_is_refused_by_name(tmp_path):
+    file = tmp_path / "history.json"
+    file.write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=r"history\.json: not a history"):
+        History.load(file)
+
+
+def test_a_history_that_cannot_be_saved_leaves_nothing_and_names_the_file(tmp_path):
+    for path in (tmp_path, tmp_path / "absent" / "history.json"):
+        with pytest.raises(ValueError, match=re.escape(f"cannot write the history {path}:")):
+            History().save(path)
+    assert not (tmp_path.parent / f"{tmp_path.name}.partial").exists()
+
+
+def test_new_tasks_are_learned_apart_after_any_number_of_others():
+    history = History()
+
+    def answer(seq_id, task, held):
+        history.begin(seq_id, task=task)
+        history.learn(seq_id, "suffix", [0.5], num_verified=1, num_accepted=held, block="alone")
+        history.forget(seq_id)
+
+    for i in range(300):
+        answer(i, f"one-off {i}", 1)
+    for i in range(300, 600, 2):
+        answer(i, "hard", 0)
+        answer(i + 1, "easy", 1)
+    chances, gains = {}, {}
+    for task in ("hard", "easy"):
+        history.begin(-1, task=task)
+        chances[task] = history.acceptance.survival(-1, "suffix", [0.5])[0]
+        gains[task] = history.expected(-1, "alone")[0]
+    assert chances["easy"] > chances["hard"] + 0.5 and gains["easy"] > gains["hard"] + 0.5
+    assert len(history.acceptance.sighted["suffix"].classes) == len(history.gains["alone"].classes) == MAX_NAMES

@@ -137,3 +137,9 @@ def test_no_scalar_raises_anything_but_value_error(field: str, value: Any) -> No
 def test_numbers_that_no_float32_holds_are_refused(fields):
     with pytest.raises(ValueError, match=next(iter(fields))):
         SamplingParams(**fields)
+
+
+@pytest.mark.parametrize("value", ({1: 2, "a": 3}, {"task": "#0"}))
+def test_controls_of_mixed_keys_and_tasks_named_as_found_classes_are_refused(value: Any) -> None:
+    with pytest.raises(ValueError, match="speculation"):
+        SamplingParams(speculation=value)

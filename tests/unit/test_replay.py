@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 
 import pytest
 
+from dspark.bench.profile import Profile, learned
 from dspark.engine.recording import costs as recorded_costs
 from dspark.model.runner import build_runner
 from dspark.observe import ProfileLog
@@ -172,3 +174,74 @@ def test_lines_that_are_no_answers_are_refused(value):
 def test_costs_that_are_none_are_refused(value):
     with pytest.raises(ValueError, match="holds no costs"):
         costs_from_dict(value)
+
+
+HEAD = {"target": [[1, 0.01], [8, 0.012]], "draft": None, "block_sources": {}, "token_sources": []}
+STEP = {"at": 1, "text_kind": "prose", "source": "x", "claims": [0.9, 0.8], "holds": 2, "verified": 0, "accepted": 0}
+LINE = {"id": "a", "task": "t", "prompt_class": "t", "num_tokens": 9, "seconds": 1.0, "steps": [STEP]}
+BAD_STEPS = (
+    {"claims": "ab"},
+    {"claims": [math.nan]},
+    {"claims": [-1, -2]},
+    {"claims": [1.5]},
+    {"claims": [None]},
+    {"holds": -5},
+    {"holds": 3},
+    {"holds": math.inf},
+    {"at": -1},
+    {"at": 9},
+    {"at": True},
+    {"source": None},
+    {"source": ["x"]},
+    {"text_kind": 1},
+    {"verified": -1},
+    {"accepted": "1"},
+)
+BAD_LINES = (
+    {"num_tokens": -5},
+    {"num_tokens": 10**12},
+    {"num_tokens": math.inf},
+    {"seconds": "x"},
+    {"seconds": math.inf},
+    {"steps": None},
+    {"steps": [1]},
+    {"id": 5},
+    {"task": None},
+    {"prompt_class": 1},
+)
+
+
+@pytest.mark.parametrize("value", (*BAD_LINES, *({"steps": [STEP | spoilt]} for spoilt in BAD_STEPS)), ids=str)
+def test_answers_out_of_range_are_refused(value):
+    assert answer_from_dict(LINE).drafts[1].holds == 2
+    with pytest.raises(ValueError, match="not an answer of a profile"):
+        answer_from_dict(LINE | value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    (
+        {"target": [[1, math.nan]]},
+        {"target": [[1, math.inf]]},
+        {"target": [[1, 0]]},
+        {"target": [["1", 0.1]]},
+        {"target": [[1.5, 0.1]]},
+        {"target": []},
+        {"block_sources": {"x": "weird"}},
+        {"block_sources": [["x", "alone"]]},
+        {"token_sources": "suffix"},
+        {"token_sources": [None]},
+    ),
+    ids=str,
+)
+def test_costs_out_of_range_are_refused(value):
+    assert costs_from_dict(HEAD).target.points == [(1, 0.01), (8, 0.012)]
+    with pytest.raises(ValueError, match="holds no costs"):
+        costs_from_dict(HEAD | value)
+
+
+def test_what_is_learned_from_a_record_has_named_tasks_only():
+    costs = Costs(target=STEEP)
+    answers = [answer(3, prompt_class="#0"), answer(0, prompt_class="t", task="t")]
+    history = learned(Profile(info={}, costs=costs, answers=answers))
+    assert set(history.acceptance.sighted["x"].classes) == {"", "t"}

@@ -155,6 +155,7 @@ def test_a_profile_tells_what_would_have_held(runner, answers, tmp_path):
     left = add(engine, PROMPTS[0], params(), seq_id=99)
     engine.step()
     engine.abort(left.id)
+    assert not log.open and len(path.read_text().splitlines()) == len(PROMPTS) + 2, "written when they end, and at once"
     log.close()
     head, *lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert costs_from_dict(head["costs"]).target.points == FLAT.points
