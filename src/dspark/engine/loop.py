@@ -15,7 +15,7 @@ from torch import Tensor
 from dspark.draft.base import DraftRow, Taps
 from dspark.engine.ends import StopWatcher, append_token
 from dspark.engine.scheduler import Scheduler, Work
-from dspark.engine.speculator import NO_DRAFTS, RowPlan, Speculator
+from dspark.engine.speculator import RowPlan, Speculator
 from dspark.engine.totals import Clock, EngineTotals
 from dspark.law import largest
 from dspark.model.batch import Packed, Span, pack
@@ -304,7 +304,7 @@ class Engine:
         return RowStep(
             seq=row.seq,
             policy=row.plan.name,
-            allowed=row.plan.limit is not NO_DRAFTS,
+            allowed=row.plan.allowed,
             position=row.seq.num_output - emitted,
             text_kind=row.plan.text_kind,
             source=draft.source,

@@ -29,11 +29,13 @@ READ_EVERY = 4
 @dataclass(kw_only=True)
 class RowPlan:
     """What is planned for one sequence: its policy, the kind of text it is at, found when it had `read_at` tokens, and
-    of this step the limit, and the survival that its draft was judged to have (`past`: in the step before)."""
+    of this step whether drafts are `allowed` at all, the limit, and the survival that its draft was judged to have
+    (`past`: in the step before)."""
 
     name: str
     policy: LengthPolicy
     limit: Limit = NO_DRAFTS
+    allowed: bool = False
     text_kind: str = ""
     read_at: int = -READ_EVERY
     survival: Seq[float] = ()
@@ -97,6 +99,7 @@ class Speculator:
         asked: dict[int, tuple[RowPlan, list[tuple[Work, RowPlan, Features]]]] = {}
         for work, plan in zip(works, plans):
             plan.limit, plan.past, plan.survival = NO_DRAFTS, plan.survival, ()
+            plan.allowed = work.max_drafts > 0
             if work.max_drafts > 0:
                 self._read(work.seq, plan)
                 step = work.seq.record.num_steps
@@ -158,7 +161,7 @@ class Speculator:
         return choose(survivals, seconds, others.max_tokens, search_all=search_all, capacity=capacity, **beside)
 
     def learn(self, seq_id: int, plan: RowPlan, draft: Draft, kept: Draft, verdict: Verdict) -> None:
-        """After the verdict, for a row that was allowed drafts."""
+        """After the verdict, for a row that was asked for drafts."""
         if plan.limit is NO_DRAFTS:
             return
         counts = {"num_verified": len(kept.tokens), "num_accepted": verdict.num_accepted}
