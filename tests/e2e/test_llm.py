@@ -180,6 +180,10 @@ def test_contradicting_settings_are_refused(folder):
         LLM(folder, draft="ngram", speculative_config={"method": "suffix"})
     with pytest.raises(ValueError, match="unknown keys"):
         LLM(folder, speculative_config={"methud": "suffix"})
+    with pytest.raises(ValueError, match="no draft to use them"):
+        LLM(folder, speculative_config={"confidence_threshold": 0.2})
+    with pytest.raises(ValueError, match="no draft to use them"):
+        LLM(folder, num_speculative_tokens=3)
     with pytest.raises(ValueError, match="unknown keys"):
         LLM(folder, max_seqs=3)
 

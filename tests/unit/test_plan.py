@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dspark.config import POLICIES
-from dspark.plan.budget import choose
+from dspark.plan.budget import beside_prompts, choose
 from dspark.plan.cost import AGREEMENT, MAX_TRIES, CostTable, PacedTable, Shape, StepCost, profile
 from dspark.plan.joint import draft_lengths
 from dspark.plan.length import (
@@ -180,6 +180,16 @@ def test_weights_say_what_a_token_of_each_row_is_worth():
     cost = lambda rows: 1 + 0.2 * (rows - 2)  # noqa: E731
     assert choose([[0.5], [0.6]], cost, 1) == [0, 1]
     assert choose([[0.5], [0.6]], cost, 1, weights=[2.0, 1.0]) == [1, 0]
+
+
+def test_a_prompt_in_the_pass_is_no_reason_to_check_more():
+    """A draft of 0.3 does not pay beside one row; a prompt of a thousand tokens in the same pass changes nothing."""
+    cost = CostTable([(1, 1.0), (2000, 1000.0)])
+    assert choose([[0.3]], cost.seconds, 8) == [0]
+    assert choose([[0.3]], cost.seconds, 8, other_rows=1000) == [1], "by the whole pass's time it would seem to"
+    assert choose([[0.3]], beside_prompts(cost, 1, 1000), 8, other_rows=1000) == [0]
+    sure = CostTable([(1, 1.0), (2000, 2.0)])
+    assert choose([[0.3]], beside_prompts(sure, 1, 1000), 8, other_rows=1000) == [1]
 
 
 def test_choose_counts_what_rows_that_are_not_for_choice_bring():

@@ -364,7 +364,13 @@ def resolve_speculation(
             raise ValueError("draft and speculative_config both name a drafter: give one of them")
         short = SpeculationConfig.from_draft(draft)
         values |= {"method": short.method} if short.model is None else {"method": short.method, "model": short.model}
-    return speculation_config(values)
+    config = speculation_config(values)
+    if values and not {"method", "model"} & set(values):
+        raise ValueError(
+            f"{', '.join(sorted(values))} given and no draft to use them: give draft='auto', or a method in "
+            "speculative_config, such as {'method': 'auto', ...}"
+        )
+    return config
 
 
 def _spread(params: SamplingParams | Seq[SamplingParams] | None, count: int) -> Seq[SamplingParams]:

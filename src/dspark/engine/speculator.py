@@ -12,13 +12,13 @@ from dspark.draft.base import Drafter
 from dspark.engine.heads import HeadCosts
 from dspark.engine.scheduler import Work
 from dspark.engine.sketch import sketch
-from dspark.plan.budget import choose
+from dspark.plan.budget import beside_prompts, choose
 from dspark.plan.cost import PacedTable, Shape, StepCost
 from dspark.plan.history import History
 from dspark.plan.length import NO_DRAFTS, Features, LengthPolicy, Limit
 from dspark.types import TARGET_PHASES, Draft, Sequence, Verdict
 
-ASKING_SHARE = 2.0
+ASKING_SHARE = 3.0
 """What being asked costs a row, limit and learning included, against the time of the lookup alone."""
 ASKING_RATE = 0.02
 LONGEST_ASKING = 1e-3
@@ -44,11 +44,12 @@ class RowPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class _Others:
-    """What a step holds beside the drafts for choice: packed `rows`, the `tokens` expected of them, `seconds` beside
-    the pass, and the drafts that fit."""
+    """What a step holds beside the drafts for choice: packed `rows`, so many of them a prompt's, the `tokens` expected
+    of them, `seconds` beside the pass, and the drafts that fit."""
 
     rows: int
     tokens: float
+    num_prompt_tokens: int
     max_tokens: int
     seconds: float
 
@@ -120,9 +121,10 @@ class Speculator:
         """The prefix of each draft to verify: by the row's own policy, or by the budget of all rows that leave it.
         `max_tokens`: drafts over all of these together."""
         kept, open_rows = list(drafts), []
-        other_rows, other_tokens = 0, 0.0
+        other_rows, other_tokens, num_prompt_tokens = 0, 0.0, 0
         for i, (work, plan, draft) in enumerate(zip(works, plans, drafts)):
             length: int | None = 0
+            num_prompt_tokens += work.num_tokens - work.samples
             if draft.tokens:
                 plan.survival = self.history.acceptance.survival(work.seq.id, draft.source, draft.survival)
                 length = plan.policy.keep(plan.survival)
@@ -135,7 +137,13 @@ class Speculator:
                 other_tokens += work.samples + sum(plan.survival[:length])
         if open_rows:
             spent = self._planned_draft_seconds(works, drafts)
-            others = _Others(rows=other_rows, tokens=other_tokens, max_tokens=max_tokens, seconds=spent)
+            others = _Others(
+                rows=other_rows,
+                tokens=other_tokens,
+                num_prompt_tokens=num_prompt_tokens,
+                max_tokens=max_tokens,
+                seconds=spent,
+            )
             lengths = self._budget([plans[i] for i in open_rows], [drafts[i] for i in open_rows], others)
             for i, length in zip(open_rows, lengths):
                 kept[i] = drafts[i].prefix(max(length, plans[i].limit.least))
@@ -147,11 +155,12 @@ class Speculator:
         """Lengths for the rows that leave them open. Sampled drafts are stopped early, within a capacity that a search
         over the survivals of the step before found: one over their own would anticipate (plan/budget)."""
         assert self.cost is not None, "a policy leaves lengths to the budget, and no cost was measured"
-        cost = self.cost
+        num_rows = len(drafts) + others.rows - others.num_prompt_tokens
+        cost = beside_prompts(self.cost, num_rows, others.num_prompt_tokens)
         search_all, capacity = all(draft.q is None for draft in drafts), 0
 
         def seconds(packed: int) -> float:
-            return others.seconds + cost.seconds(packed)
+            return others.seconds + cost(packed)
 
         beside: dict[str, Any] = {"other_rows": others.rows, "other_tokens": others.tokens}
         if not search_all:

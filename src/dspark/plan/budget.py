@@ -7,6 +7,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterator, Sequence
 
+from dspark.plan.cost import Costs
+
 
 def choose(
     survivals: Sequence[Sequence[float]],
@@ -22,10 +24,10 @@ def choose(
     """Prefix lengths that maximise expected emitted tokens a second (DSpark, section 3.2.2, algorithm 1).
 
     `survivals[i][j]`: probability that drafts 0..j of row i are all accepted, computed before draft j was drawn; each
-    list falls or stays. `cost(n)`: seconds of the step when the pass has n packed tokens. `other_rows`: packed tokens
-    that are there anyway (prompt chunks, and rows whose drafts are not for choice), from which `other_tokens` emitted
-    tokens are expected. `weights`: what a token of each row is worth (1 each). At most `max_tokens` drafts are kept
-    over all rows; time O(candidates log rows).
+    list falls or stays. `cost(n)`: seconds of the step when the pass has n packed tokens (`beside_prompts` where some
+    are a prompt's). `other_rows`: packed tokens that are there anyway (prompt chunks, and rows whose drafts are not for
+    choice), from which `other_tokens` emitted tokens are expected. `weights`: what a token of each row is worth (1
+    each). At most `max_tokens` drafts are kept over all rows; time O(candidates log rows).
 
     Candidates are added in the order of weighted survival, ties by position, then by row. The default stops at the
     first that does not raise throughput. That is what makes it lossless with sampled drafts: whether draft j is kept
@@ -64,6 +66,19 @@ def choose(
             lengths[i] = position
             break
     return best_lengths if search_all else lengths
+
+
+def beside_prompts(target: Costs, num_rows: int, num_prompt_tokens: int) -> Callable[[int], float]:
+    """Cost of a pass by packed tokens in which so many belong to prompts, as drafts should see it: of a pass without
+    them, and what each draft adds to the pass that there is.
+
+    A prompt must be read whatever is drafted, so its time is no reason to check more: by the whole pass's time, which a
+    long prompt makes ten times as long, next to any draft would be worth its place.
+    """
+    if not num_prompt_tokens:
+        return target.seconds
+    beside = target.seconds(num_rows) - target.seconds(num_rows + num_prompt_tokens)
+    return lambda packed: beside + target.seconds(packed)
 
 
 def _candidates(survivals: Sequence[Sequence[float]], worth: Sequence[float]) -> Iterator[tuple[float, int, int]]:
