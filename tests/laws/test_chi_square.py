@@ -14,6 +14,7 @@ from scipy import stats
 
 import sampling_reference as reference
 from dspark.params import SamplingParams
+from dspark.plan.budget import choose
 from dspark.sampling import Noise, Processors, RowSampler
 from dspark.types import Draft
 from dspark.verify.rejection import accept
@@ -224,3 +225,66 @@ def test_answers_differ_between_seeds_and_between_samples_of_a_request() -> None
     samples = {tuple(decoder.answer(Noise.for_answer(1, index=index))) for index in range(20)}
     fresh = {tuple(decoder.answer(Noise.for_answer(None))) for _ in range(40)}
     assert min(len(seeds), len(samples), len(fresh)) > 5
+
+
+LUCKY = (0, 3)
+
+
+class ScheduledDecoder(Decoder):
+    """What is verified the budget decides, over this row and a neighbour that drafts beside it, on a curve with a cliff
+    and up to the capacity that the step before found. A claim knows the tokens before its own, and hangs on the last of
+    them as much as it can: a plan that looks ahead decides by it whether that very token is verified."""
+
+    def __init__(self, *args: Any, search_all: bool, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.search_all = search_all
+        self.past: list[list[float]] = []
+
+    def draft(self, sampler: RowSampler, text: list[int]) -> Draft:
+        """Uniform over the valid words: far from the target, so that a bias shows."""
+        q = torch.tensor([1 / NUM_VALID] * NUM_VALID + [0.0] * (VOCAB - NUM_VALID))
+        tokens = [sampler.draw_draft(q, len(text) + j) for j in range(NUM_DRAFTS)]
+        return Draft(tokens=tokens, q=torch.stack([q] * NUM_DRAFTS))
+
+    def survival(self, draft: Draft) -> list[float]:
+        found = [0.5]
+        for token in draft.tokens[:-1]:
+            found.append(found[-1] * (0.95 if token in LUCKY else 0.01))
+        return found
+
+    def answer(self, noise: Noise) -> list[int]:
+        sampler, text = make_sampler(self.params, noise), list(PROMPT)
+        beside = make_sampler(self.params, Noise(seed=10_000 + len(self.laws), coupled=False))
+        cost = lambda rows: {2: 1.0, 3: 1.6, 4: 1.65, 5: 1.7, 6: 1.75, 7: 2.6, 8: 2.65}[rows]  # noqa: E731
+        self.past = []
+        while len(text) < len(PROMPT) + LENGTH:
+            draft = self.draft(sampler, text)
+            rows = [self.survival(draft), self.survival(self.draft(beside, list(PROMPT)))]
+            capacity = sum(choose(self.past, cost, 6, search_all=True)) if self.past else 0
+            kept, _ = choose(rows, cost, 6, search_all=self.search_all, capacity=capacity)
+            self.past = rows
+            draft = draft.prefix(kept)
+            p = self.law(sampler, text, draft.tokens, of_draft=False)
+            decision = accept(p, draft, sampler.noise, position=len(text))
+            self.num_verified += kept
+            self.num_accepted += decision.num_accepted
+            for token in decision.tokens:
+                text.append(token)
+                sampler.advance(token)
+        return text[len(PROMPT) :][:LENGTH]
+
+
+def scheduled(search_all: bool) -> ScheduledDecoder:
+    params = SamplingParams(temperature=0.8)
+    return ScheduledDecoder(params, kind="sampled", report=same, search_all=search_all)
+
+
+def test_emitted_tokens_have_the_targets_law_under_the_scheduler() -> None:
+    decoder = scheduled(search_all=False)
+    assert p_value(decoder.params, decoder, coupled=False) > TOO_UNLIKELY
+    assert 0 < decoder.num_accepted < decoder.num_verified < NUM_RUNS * LENGTH * NUM_DRAFTS
+
+
+def test_a_scheduler_that_looks_ahead_is_found() -> None:
+    decoder = scheduled(search_all=True)
+    assert p_value(decoder.params, decoder, coupled=False) < 1e-6
