@@ -301,6 +301,14 @@ def test_joint_lengths_are_close_to_the_best_of_all(seed):
     assert draft_lengths(foreseen, target, draft).rate >= 0.97 * best
 
 
+@given(survival_rows, st.integers(0, 9))
+def test_rows_under_other_policies_are_as_rows_with_nothing_to_draft(foreseen, others):
+    target, draft = CostTable([(1, 1.0), (16, 3.0)]), CostTable([(1, 0.1), (16, 0.2)])
+    beside = draft_lengths(foreseen, target, draft, other_rows=others)
+    among = draft_lengths([*foreseen, *[[]] * others], target, draft)
+    assert beside.lengths == among.lengths[: len(foreseen)] and beside.rate == pytest.approx(among.rate)
+
+
 def test_rows_that_are_seldom_right_do_not_make_others_wait_and_do_not_wait():
     """Seven rows that expect nothing and one that is sure: it drafts alone, at the price of passes over one row."""
     draft = CostTable([(1, 0.05), (8, 0.4)])

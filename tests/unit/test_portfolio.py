@@ -51,7 +51,7 @@ class Prices:
     """A target pass is 1 and `row` more for each row after the first, a draft pass of the head `price`."""
 
     def __init__(self, *, head, row=0.0):
-        self.price, self.row = head, row
+        self.price, self.row, self.others = head, row, 0
 
     def target(self, rows):
         return 1 + self.row * (rows - 1)
@@ -102,6 +102,15 @@ def test_each_row_gets_what_promises_more():
 def test_a_head_that_costs_more_than_it_brings_rests(price, drafts):
     portfolio, head, _ = make(price=price)
     run(portfolio, 8, 1)
+    assert bool(head.asked) == drafts
+
+
+@pytest.mark.parametrize("others, drafts", ((0, True), (30, False)))
+def test_rows_that_are_not_asked_for_drafts_wait_for_the_head_too(others, drafts):
+    """A draft pass of 0.6 brings two tokens: worth it beside one that a second brings, not beside thirty-one."""
+    portfolio, head, _ = make(price=0.6)
+    portfolio.costs.others = others
+    run(portfolio, 8, 2)
     assert bool(head.asked) == drafts
 
 

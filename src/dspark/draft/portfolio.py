@@ -24,7 +24,9 @@ LIKELY = 0.3
 
 
 class Costs(Protocol):
-    """Seconds, of which only ratios matter."""
+    """Seconds, of which only ratios matter. `others`: rows that decode in this step and are not asked for drafts."""
+
+    others: int
 
     def target(self, rows: float) -> float:
         """A target pass of that many packed rows."""
@@ -125,7 +127,7 @@ class Portfolio:
         asked = {p.index for p in prospects if not rows[p.index].thrifty}
         num_forced = len(asked)
         order = sorted(prospects, key=lambda p: (p.index not in asked, -p.gain(price)))
-        num_rows = len(rows)
+        num_rows = len(rows) + costs.others
         tokens = num_rows + sum(expected for expected, _ in lookups)
         packed = num_rows + float(sum(length for _, length in lookups))
         counts, best_rate, taken = [0, 0], tokens / costs.target(packed), num_forced
@@ -148,7 +150,7 @@ class Portfolio:
     def _lookup_plan(self, judged: Sequence[Sequence[float]], costs: Costs) -> tuple[list[tuple[float, int]], float]:
         """(expected tokens, length) of each row's best prefix of the lookup's draft, and the tokens that a place in the
         pass must bring: its part of the seconds, at the step's own rate."""
-        num_rows = len(judged)
+        num_rows = len(judged) + costs.others
         lengths = [len(row) for row in judged]
         plan: list[tuple[float, int]] = []
         price = 0.0

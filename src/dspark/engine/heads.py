@@ -117,7 +117,7 @@ def build_head_drafter(
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class HeadCosts:
     """Tables for draft/portfolio.Costs: `passes` of the target by packed rows, draft passes by `greedy` and by
     `sampled` rows."""
@@ -125,6 +125,7 @@ class HeadCosts:
     passes: StepCost
     greedy: PacedTable
     sampled: PacedTable
+    others: int = 0
 
     def target(self, rows: float) -> float:
         return self.passes.seconds(rows)

@@ -111,6 +111,8 @@ class Speculator:
             for work, plan, features in rows:
                 plan.limit = plan.policy.limit(features)
                 work.max_drafts = min(work.max_drafts, plan.limit.max_tokens)
+        if self.block_costs is not None:
+            self.block_costs.others = sum(work.samples and not work.max_drafts for work in works)
 
     def _read(self, seq: Sequence, plan: RowPlan) -> None:
         if len(seq.tokens) - plan.read_at >= READ_EVERY:

@@ -28,13 +28,14 @@ def draft_lengths(
     `foreseen[i][j]`: survival of draft j of row i, falling. The drafter takes one pass for each depth, over the rows
     that are still drafting there, and every row waits for the last of them: a depth pays only if all of its rows
     together expect more tokens than its pass and their places in the target's are worth at the step's own rate
-    (Dinkelbach 1967: the rate is found by iteration, from plain decoding's). `other_rows`: packed rows beside these.
+    (Dinkelbach 1967: the rate is found by iteration, from plain decoding's). `other_rows`: of the step, which do not
+    draft here and emit a token each.
     """
     num_rows = len(foreseen)
     if not num_rows:
         return JointPlan(lengths=[], rate=0.0)
     base = num_rows + other_rows
-    plain = num_rows / target.seconds(base)
+    plain = base / target.seconds(base)
     best = JointPlan(lengths=[0] * num_rows, rate=plain)
     rate = plain
     for _ in range(NUM_ROUNDS):
@@ -48,7 +49,7 @@ def draft_lengths(
 def _lengths_at(rate: float, foreseen: Sequence[Sequence[float]], target: Costs, draft: Costs, base: int) -> JointPlan:
     """The lengths that are worth most if a second is worth `rate` tokens."""
     lengths = [0] * len(foreseen)
-    rows, tokens, drafting = base, float(len(foreseen)), 0.0
+    rows, tokens, drafting = base, float(base), 0.0
     best_worth, best = tokens - rate * target.seconds(rows), (list(lengths), rows, tokens, drafting)
     alive = [i for i, row in enumerate(foreseen) if row]
     depth = 0

@@ -181,14 +181,15 @@ class AdaptiveLength:
     def begin(self, rows: Sequence[Features]) -> None:
         """What is the same for all rows is computed here, once: seconds of a `plain` step and of a `probe`, and what
         drafts must bring a row to be asked for (`least_worth`)."""
-        num_rows = self.num_rows = len(rows)
+        num_rows = self.num_rows = rows[0].num_rows
         self.plain = self.target_cost.seconds(num_rows)
         self.probe = self.target_cost.seconds(num_rows + 1) - self.plain
         self.least_worth = num_rows * self.asking() / self.plain
         if self.draft_cost is not None:
             self.probe += self.draft_cost.seconds(num_rows)
             foreseen = [self.foresee(row.seq_id, min(self.max_tokens, row.room)) for row in rows]
-            plan = draft_lengths(foreseen, self.target_cost, self.draft_cost)
+            others = num_rows - len(rows)  # under other policies
+            plan = draft_lengths(foreseen, self.target_cost, self.draft_cost, other_rows=others)
             self.lengths = {row.seq_id: length for row, length in zip(rows, plan.lengths)}
             self.rate = plan.rate
 
