@@ -106,13 +106,21 @@ class Decoder:
             rows.append(self.report(q))
         return Draft(tokens=tokens, q=torch.stack(rows))
 
+    def begin(self) -> None:
+        """Another answer."""
+
+    def keep(self, draft: Draft) -> Draft:
+        """What of it is verified."""
+        return draft
+
     def answer(self, noise: Noise) -> list[int]:
+        self.begin()
         sampler, text = make_sampler(self.params, noise), list(PROMPT)
         while len(text) < len(PROMPT) + LENGTH:
-            draft = self.draft(sampler, text)
+            draft = self.keep(self.draft(sampler, text))
             p = self.law(sampler, text, draft.tokens, of_draft=False)
             decision = accept(p, draft, sampler.noise, position=len(text))
-            self.num_verified += NUM_DRAFTS
+            self.num_verified += len(draft.tokens)
             self.num_accepted += decision.num_accepted
             for token in decision.tokens:
                 text.append(token)
@@ -252,26 +260,16 @@ class ScheduledDecoder(Decoder):
             found.append(found[-1] * (0.95 if token in LUCKY else 0.01))
         return found
 
-    def answer(self, noise: Noise) -> list[int]:
-        sampler, text = make_sampler(self.params, noise), list(PROMPT)
-        beside = make_sampler(self.params, Noise(seed=10_000 + len(self.laws), coupled=False))
-        cost = lambda rows: {2: 1.0, 3: 1.6, 4: 1.65, 5: 1.7, 6: 1.75, 7: 2.6, 8: 2.65}[rows]  # noqa: E731
+    def begin(self) -> None:
         self.past = []
-        while len(text) < len(PROMPT) + LENGTH:
-            draft = self.draft(sampler, text)
-            rows = [self.survival(draft), self.survival(self.draft(beside, list(PROMPT)))]
-            capacity = sum(choose(self.past, cost, 6, search_all=True)) if self.past else 0
-            kept, _ = choose(rows, cost, 6, search_all=self.search_all, capacity=capacity)
-            self.past = rows
-            draft = draft.prefix(kept)
-            p = self.law(sampler, text, draft.tokens, of_draft=False)
-            decision = accept(p, draft, sampler.noise, position=len(text))
-            self.num_verified += kept
-            self.num_accepted += decision.num_accepted
-            for token in decision.tokens:
-                text.append(token)
-                sampler.advance(token)
-        return text[len(PROMPT) :][:LENGTH]
+        self.beside = make_sampler(self.params, Noise(seed=10_000 + len(self.laws), coupled=False))
+
+    def keep(self, draft: Draft) -> Draft:
+        cost = lambda rows: {2: 1.0, 3: 1.6, 4: 1.65, 5: 1.7, 6: 1.75, 7: 2.6, 8: 2.65}[rows]  # noqa: E731
+        rows = [self.survival(draft), self.survival(self.draft(self.beside, list(PROMPT)))]
+        capacity = sum(choose(self.past, cost, 6, search_all=True)) if self.past else 0
+        self.past = rows
+        return draft.prefix(choose(rows, cost, 6, search_all=self.search_all, capacity=capacity)[0])
 
 
 def scheduled(search_all: bool) -> ScheduledDecoder:
