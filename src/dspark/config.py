@@ -17,6 +17,7 @@ else:
 LOOKUP_METHODS = ("ngram", "suffix")
 HEAD_METHODS = ("dspark", "auto")
 METHODS = ("none", *LOOKUP_METHODS, "model", *HEAD_METHODS)
+OBJECTIVES = ("throughput", "latency")
 POLICIES = ("adaptive", "fixed", "confidence", "heuristic", "shadow")
 
 
@@ -106,6 +107,8 @@ class EngineConfig:
     "auto" the first that fits. `exact`: a row's arithmetic must not depend on its company (docs/losslessness.md).
     `cache_gib`: memory of the KV cache in GiB; None chooses from what is free and what the rows can use.
     `max_num_batched_tokens`: new tokens in one pass (prompt chunks, last tokens and drafts together).
+    `objective`: "throughput", most tokens a second over all requests, or "latency", few seconds a token for each of
+    them and no long stalls by others' prompts (docs/tuning.md).
     `check`: assert the step invariants after every step (tests; costs time).
     """
 
@@ -122,12 +125,14 @@ class EngineConfig:
     cache_gib: float | None = None
     prefix_reuse: bool = True
     seed: int | None = None
+    objective: str = "throughput"
     check: bool = False
 
     def __post_init__(self) -> None:
         _choice("dtype", self.dtype, ("auto", "bfloat16", "float32"))
         _choice("path", self.path, ("auto", "native", "torch", "general"))
         _choice("quantization", self.quantization, (None, "int8", "int4"))
+        _choice("objective", self.objective, OBJECTIVES)
         for name in ("max_num_seqs", "max_num_batched_tokens", "page_size"):
             _at_least(name, getattr(self, name), 1)
         for name in ("exact", "prefix_reuse", "check"):

@@ -110,6 +110,8 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    min_tokens_per_second: float | None = None
+    """A floor that the engine tries to keep from the first token on, at the expense of others (docs/tuning.md)."""
     speculation: bool | Mapping[str, object] | RequestSpeculation = True
     """False switches it off; a table of the fields of RequestSpeculation says more. Read it with `control`."""
 
@@ -131,6 +133,11 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not None and _integer(name, value, least=0) > MAX_LOGPROBS:
                 _fail(name, value, f"at most {MAX_LOGPROBS} are reported")
+        if (
+            self.min_tokens_per_second is not None
+            and not _number("min_tokens_per_second", self.min_tokens_per_second) > 0
+        ):
+            _fail("min_tokens_per_second", self.min_tokens_per_second, "give tokens a second above 0, or None")
         if self.seed is not None and (isinstance(self.seed, bool) or not isinstance(self.seed, int)):
             _fail("seed", self.seed, "give a whole number or None")
 

@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dspark.config import OBJECTIVES
+
 if TYPE_CHECKING:
     from dspark.bench.arrivals import Load
     from dspark.bench.data import PromptRow
@@ -29,7 +31,7 @@ DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_DATA = "benchmarks/prompts"
 DEFAULT_DRAFTS = "none,ngram,suffix"
 RESULTS = "benchmarks/results"
-ENGINE_OPTIONS = ("dtype", "device", "path", "quantization", "threads", "max_model_len")
+ENGINE_OPTIONS = ("dtype", "device", "path", "quantization", "threads", "max_model_len", "objective")
 PEERS = ("hf", "hf-plain")
 
 Progress = Callable[[str, int, int], None]
@@ -74,9 +76,11 @@ def _add_load(add: Callable[..., Any]) -> None:
     closed = "closed loops of N clients each, such as 1,2,4,8 (neither: one stream, prompt by prompt)"
     opened = "open loops of R requests/s each, such as 0.5,2,inf"
     burst = "gaps of an open loop are Gamma(B) distributed: 1 is Poisson, less is burstier (%(default)s)"
+    floor = "each load also with N of the requests that run at a time asking for T tokens/s each, such as 2@40"
     add("--concurrency", metavar="LIST", help=closed)
     add("--rate", metavar="LIST", help=opened)
     add("--burstiness", type=float, default=1.0, metavar="B", help=burst)
+    add("--floor", metavar="N@T", help=floor)
     add("--slo", metavar="LIMITS", help="for goodput: ttft=SECONDS,tpot=SECONDS, either or both")
 
 
@@ -96,6 +100,7 @@ def _add_engine_arguments(group: Any) -> None:
     group.add_argument("--quantization", choices=("int8", "int4"), default=None, help="of the target")
     group.add_argument("--threads", type=int, default=None, metavar="N")
     group.add_argument("--max-model-len", type=int, default=None, metavar="N")
+    group.add_argument("--objective", choices=OBJECTIVES, default=None, help="what the engine plans for")
 
 
 def run(args: argparse.Namespace, *, progress: Progress | None = None, argv: Sequence[str] | None = None) -> int:
@@ -112,7 +117,7 @@ def run(args: argparse.Namespace, *, progress: Progress | None = None, argv: Seq
     variants = parse_variants(args.drafts)  # cheap checks before a model is loaded
     settings = BenchSettings(max_tokens=args.max_tokens, temperature=args.temperature, repeat=args.repeat)
     settings.params(0)
-    loads = parse_loads(args.concurrency, args.rate, burstiness=args.burstiness)
+    loads = parse_loads(args.concurrency, args.rate, burstiness=args.burstiness, floor=args.floor)
     slo = parse_slo(args.slo)
     if args.exact_check and args.temperature > 0:
         raise ValueError("--exact-check compares greedy answers: use it with --temperature 0")
@@ -120,8 +125,8 @@ def run(args: argparse.Namespace, *, progress: Progress | None = None, argv: Seq
         raise ValueError(
             "--peer and --exact-check answer one prompt at a time: use them without --concurrency and --rate"
         )
-    if args.slo is not None and not loads:
-        raise ValueError("--slo is for goodput under a load: give --concurrency or --rate as well")
+    if not loads and (args.slo is not None or args.floor is not None):
+        raise ValueError("--slo and --floor are for a load: give --concurrency or --rate as well")
     _require_matplotlib()
     tasks = [task.strip() for task in args.tasks.split(",") if task.strip()] if args.tasks else None
     rows = load_rows(args.data, per_task=args.per_task, tasks=tasks)

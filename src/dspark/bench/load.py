@@ -8,7 +8,7 @@ import gc
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dspark.bench.arrivals import Load
@@ -26,13 +26,14 @@ OPEN_LOOP_SEQS = 64
 @dataclass(frozen=True, kw_only=True)
 class Served:
     """One answered request. Times in seconds from the start of the load: when it `came`, and each delivery of tokens
-    (time, count)."""
+    (time, count). `floor`: tokens/s that it asked for."""
 
     row: int
     came: float
     deliveries: Sequence[tuple[float, int]]
     num_prompt: int
     record: SpeculationRecord
+    floor: float | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -139,9 +140,12 @@ def serve(
                 row, due = waiting.popleft()
                 last_sent = time.perf_counter() - start
                 came = last_sent if load.rate is None else due
-                request = llm.requests.make(list(prompts[row]), settings.params(row))
-                for seq in llm.requests.sequences(request):
-                    running[seq.id] = _Open(row=row, came=came)
+                params, floor = settings.params(row), None
+                if sum(entry.floor is not None for entry in running.values()) < load.num_floors:
+                    floor = load.floor
+                    params = replace(params, min_tokens_per_second=floor)
+                for seq in llm.requests.sequences(llm.requests.make(list(prompts[row]), params)):
+                    running[seq.id] = _Open(row=row, came=came, floor=floor)
             if not running:
                 time.sleep(max(0.0, waiting[0][1] - now))
                 continue
@@ -178,6 +182,7 @@ class _Open:
 
     row: int
     came: float
+    floor: float | None
     num_tokens: int = 0
     deliveries: list[tuple[float, int]] = field(default_factory=list)
 
@@ -188,4 +193,5 @@ class _Open:
             deliveries=self.deliveries,
             num_prompt=seq.num_prompt,
             record=seq.record,
+            floor=self.floor,
         )

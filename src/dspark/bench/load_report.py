@@ -37,6 +37,7 @@ def load_sections(result: LoadResult, figures: Figures) -> list[Section]:
         table(f"throughput against {plain}", ratio, result.names[1:]),
         table("steady throughput, tokens/s", lambda cell: _number(cell.steady_throughput, ".1f")),
         table("goodput, requests/s", lambda cell: f"{cell.goodput:.2f}"),
+        table("floor held", lambda cell: _number(cell.floor_held, ".1%")),
         table("TTFT s, p50 / p90 / p99", seconds("ttft")),
         table("TPOT ms, p50 / p90 / p99", seconds("tpot", scale=1000)),
         table("ITL ms, p50 / p90 / p99", seconds("itl", scale=1000)),
@@ -46,6 +47,8 @@ def load_sections(result: LoadResult, figures: Figures) -> list[Section]:
         table("rows a pass", lambda cell: _number(cell.rows_per_pass, ".1f")),
         table("step time error", lambda cell: _number(cell.step_time_error, ".1%")),
     ]
+    if not any(load.num_floors for load in result.loads):
+        tables = [section for section in tables if section.title != "floor held"]
     return [section for section in tables if len(section.header) > 1]
 
 

@@ -26,6 +26,11 @@ FORMULAS = (
         "no filling and no draining in it",
     ),
     ("goodput", "requests/s that kept both limits of --slo"),
+    (
+        "floor held",
+        "of the whole seconds of requests with a floor, counted from their first token, those with at least so many "
+        "tokens; where no request has one, of all requests against the floor of --floor",
+    ),
     ("accepted length", "tokens emitted / (request, target pass) pairs that emitted tokens, the target's own included"),
     ("verified a request", "drafts verified / requests"),
     ("rows a pass", "packed tokens of a target pass, mean over the passes without prompt chunks"),
@@ -64,6 +69,7 @@ class LoadFigures:
     throughput_range: tuple[float, float]
     steady_throughput: float | None
     goodput: float
+    floor_held: float | None
     latencies: Mapping[str, Mapping[str, float]]
     per_user: float | None
     accepted_length: float
@@ -94,6 +100,16 @@ def gaps(served: Served) -> list[float]:
     return [after - before for before, after in zip(times, times[1:])]
 
 
+def seconds_held(served: Served, floor: float) -> list[bool]:
+    """For each whole second between the first token and the last: whether at least `floor` tokens came in it."""
+    begin, end = served.deliveries[0][0], served.deliveries[-1][0]
+    counts = [0] * int(end - begin)
+    for time, count in served.deliveries:
+        if (second := int(time - begin)) < len(counts):
+            counts[second] += count
+    return [count >= floor for count in counts]
+
+
 def steady_throughput(run: LoadRun) -> float | None:
     """Tokens/s between the first end and the last sending; None where these do not come in that order."""
     begin, end = min(served.deliveries[-1][0] for served in run.served), run.last_sent
@@ -113,18 +129,26 @@ def step_time_error(run: LoadRun) -> float | None:
     return statistics.median(errors) if errors else None
 
 
+def floor_held(served: Sequence[Served], floor: float) -> float | None:
+    """Share of the seconds of those with a floor, or of all where none has one; None without any."""
+    asked = [entry for entry in served if entry.floor is not None] or served
+    seconds = [held for entry in asked for held in seconds_held(entry, floor)]
+    return statistics.fmean(seconds) if seconds and floor else None
+
+
 def summarise_load(result: LoadResult, slo: Slo) -> dict[tuple[str, str], LoadFigures]:
     """(load, variant) -> figures."""
+    floor = max((load.floor for load in result.loads), default=0.0)
     return {
         (load.name, name): _figures(
-            [run for run in result.runs if run.variant == name and run.load.name == load.name], slo
+            [run for run in result.runs if run.variant == name and run.load.name == load.name], slo, floor
         )
         for load in result.loads
         for name in result.names
     }
 
 
-def _figures(runs: Sequence[LoadRun], slo: Slo) -> LoadFigures:
+def _figures(runs: Sequence[LoadRun], slo: Slo, floor: float) -> LoadFigures:
     served = [entry for run in runs for entry in run.served]
     record = merged([entry.record for entry in served])
     throughputs = [sum(entry.num_tokens for entry in run.served) / run.seconds for run in runs]
@@ -139,6 +163,7 @@ def _figures(runs: Sequence[LoadRun], slo: Slo) -> LoadFigures:
         throughput_range=(min(throughputs), max(throughputs)),
         steady_throughput=_median_of(runs, steady_throughput),
         goodput=statistics.median(sum(map(slo.holds, run.served)) / run.seconds for run in runs),
+        floor_held=floor_held(served, floor),
         latencies={
             "ttft": _percentiles([time_to_first(entry) for entry in served]),
             "tpot": _percentiles(tpots),

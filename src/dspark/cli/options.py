@@ -9,13 +9,13 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from dspark.config import POLICIES, Config, SpeculationConfig, load_config, speculation_config
+from dspark.config import OBJECTIVES, POLICIES, Config, SpeculationConfig, load_config, speculation_config
 from dspark.params import SamplingParams
 
 DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_DRAFT = "auto"
 DEFAULT_MAX_TOKENS = 256
-_ENGINE_OPTIONS = ("dtype", "device", "path", "exact", "quantization", "threads", "max_model_len")
+_ENGINE_OPTIONS = ("dtype", "device", "path", "exact", "quantization", "threads", "max_model_len", "objective")
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,6 +35,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--quantization", choices=("int8", "int4"), help="quantise the target's linears")
     group.add_argument("--threads", type=int, metavar="N", help="CPU threads")
     group.add_argument("--max-model-len", type=int, metavar="N", help="longest prompt and answer together, in tokens")
+    group.add_argument("--objective", choices=OBJECTIVES, help="most tokens a second, or few seconds a token")
     group.add_argument("--config", metavar="FILE", help="a TOML file with the tables [engine] and [speculation]")
     group.add_argument(
         "--set",

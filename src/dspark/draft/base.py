@@ -32,7 +32,8 @@ class DraftRow:
     preemption too). `num_prompt` of them are the prompt; `num_cached` have keys and values in the target's cache.
     `sampler`: the processors and the noise of the request (see
     dspark.sampling.RowSampler), used by drafters that sample; lookup drafters ignore it. `thrifty`: the row may go
-    without a draft where one does not pay; else it wants one whatever it costs.
+    without a draft where one does not pay; else it wants one whatever it costs. `weight`: what a token of the row is
+    worth against others' (plan/pace).
     """
 
     seq_id: int
@@ -42,6 +43,7 @@ class DraftRow:
     num_cached: int = 0
     sampler: Any = None
     thrifty: bool = True
+    weight: float = 1.0
 
 
 class Drafter(Protocol):

@@ -118,9 +118,10 @@ class Portfolio:
         costs = self.costs
         if costs is None:
             return [i for i, limit in enumerate(limits) if limit > 0]
-        lookups, price = self._lookup_plan(judged, costs)
+        weights = [row.weight for row in rows]
+        lookups, price = self._lookup_plan(judged, weights, costs)
         prospects = [
-            _Prospect(i, *self.expected(row.seq_id, _kind(judged[i])), *lookups[i], sampled=not _is_greedy(row))
+            self._prospect(i, row, _kind(judged[i]), *lookups[i])
             for i, (row, limit) in enumerate(zip(rows, limits))
             if limit > 0
         ]
@@ -128,7 +129,7 @@ class Portfolio:
         num_forced = len(asked)
         order = sorted(prospects, key=lambda p: (p.index not in asked, -p.gain(price)))
         num_rows = len(rows) + costs.others
-        tokens = num_rows + sum(expected for expected, _ in lookups)
+        tokens = sum(weights) + costs.others + sum(expected for expected, _ in lookups)
         packed = num_rows + float(sum(length for _, length in lookups))
         counts, best_rate, taken = [0, 0], tokens / costs.target(packed), num_forced
         for number, prospect in enumerate(order, start=1):
@@ -147,10 +148,17 @@ class Portfolio:
             self.idle[seq_id] = 0 if prospect.index in asked else self.idle.get(seq_id, 0) + 1
         return sorted(asked)
 
-    def _lookup_plan(self, judged: Sequence[Sequence[float]], costs: Costs) -> tuple[list[tuple[float, int]], float]:
-        """(expected tokens, length) of each row's best prefix of the lookup's draft, and the tokens that a place in the
-        pass must bring: its part of the seconds, at the step's own rate."""
-        num_rows = len(judged) + costs.others
+    def _prospect(self, index: int, row: DraftRow, kind: str, lookup: float, length: int) -> _Prospect:
+        accepted, verified = self.expected(row.seq_id, kind)
+        return _Prospect(index, row.weight * accepted, verified, lookup, length, sampled=not _is_greedy(row))
+
+    def _lookup_plan(
+        self, judged: Sequence[Sequence[float]], weights: Sequence[float], costs: Costs
+    ) -> tuple[list[tuple[float, int]], float]:
+        """(expected tokens by weight, length) of each row's best prefix of the lookup's draft, and the tokens that a
+        place in the pass must bring: its part of the seconds, at the step's own rate."""
+        num_rows, base = len(judged) + costs.others, sum(weights) + costs.others
+        judged = [[weight * alive for alive in row] for weight, row in zip(weights, judged)]
         lengths = [len(row) for row in judged]
         plan: list[tuple[float, int]] = []
         price = 0.0
@@ -158,8 +166,8 @@ class Portfolio:
             packed = num_rows + max(1, sum(lengths))
             plain = costs.target(num_rows)
             seconds = costs.target(num_rows + sum(lengths))
-            expected = num_rows + sum(sum(row[:k]) for row, k in zip(judged, lengths))
-            rate = max(expected / seconds, num_rows / plain)
+            expected = base + sum(sum(row[:k]) for row, k in zip(judged, lengths))
+            rate = max(expected / seconds, base / plain)
             price = rate * (costs.target(packed) - plain) / (packed - num_rows)
             lengths = [sum(alive > price for alive in row) for row in judged]
             plan = [(sum(row[:k]), k) for row, k in zip(judged, lengths)]
@@ -194,7 +202,7 @@ class Portfolio:
 @dataclass(frozen=True)
 class _Prospect:
     """What the head promises a row, and what it would replace: drafts accepted and verified, and the expected tokens
-    and length of the lookup's draft."""
+    and length of the lookup's draft; tokens by their weight."""
 
     index: int
     accepted: float

@@ -48,9 +48,13 @@ class AsyncLLM:
         self.thread = threading.Thread(target=self._work, name="dspark-engine", daemon=True)
         self.thread.start()
 
-    async def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[RequestOutput]:
-        """Stream one answer. Raises ValueError for a request that cannot be done, RuntimeError when the engine has
-        stopped."""
+    async def generate(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
+    ) -> AsyncIterator[RequestOutput]:
+        """Stream one answer; a smaller `priority` is more urgent.
+
+        Raises ValueError for a request that cannot be done, RuntimeError when the engine has stopped.
+        """
         self._check_alive()
         loop = asyncio.get_running_loop()
         outputs: asyncio.Queue[RequestOutput | BaseException] = asyncio.Queue()
@@ -60,7 +64,7 @@ class AsyncLLM:
                 loop.call_soon_threadsafe(outputs.put_nowait, output)
 
         box: list[Group] = []
-        self.inbox.put(lambda: self._start(prompt, params or SamplingParams(), deliver, box))
+        self.inbox.put(lambda: self._start(prompt, params or SamplingParams(), priority, deliver, box))
         self._check_alive()  # again: the engine may have stopped since, and then nobody would answer
         finished = False
         try:
@@ -76,11 +80,11 @@ class AsyncLLM:
                 self.inbox.put(lambda: self._abort(box))
 
     async def chat(
-        self, messages: list[Message], params: SamplingParams | None = None, **template: Any
+        self, messages: list[Message], params: SamplingParams | None = None, *, priority: int = 0, **template: Any
     ) -> AsyncIterator[RequestOutput]:
         """Stream the answer to a conversation."""
         prompt = await asyncio.to_thread(self.llm.tokenizer.apply_chat_template, messages, **template)
-        async for output in self.generate(prompt, params):
+        async for output in self.generate(prompt, params, priority=priority):
             yield output
 
     def close(self) -> None:
@@ -114,9 +118,9 @@ class AsyncLLM:
             action()
             block = False
 
-    def _start(self, prompt: Prompt, params: SamplingParams, deliver: Deliver, box: list[Group]) -> None:
+    def _start(self, prompt: Prompt, params: SamplingParams, priority: int, deliver: Deliver, box: list[Group]) -> None:
         try:
-            group = Group(self.llm, self.llm.requests.make(prompt, params))
+            group = Group(self.llm, self.llm.requests.make(prompt, params, priority=priority))
         except Exception as error:  # a request must never stop the engine of the others, whatever is wrong with it
             deliver(error)
             return

@@ -26,9 +26,11 @@ from dspark.model.cache import KVCache, LayerSpec
 from dspark.model.load import LoadedModel, load_model
 from dspark.model.runner import build_runner
 from dspark.model.tokenizer import Tokenizer
+from dspark.plan.admit import Admission
 from dspark.plan.cost import PacedTable, StepCost
 from dspark.plan.history import History
 from dspark.plan.length import PolicyInputs, build_policies
+from dspark.plan.pace import Pace
 
 Progress = Callable[[str, int, int], None]
 CPU_CACHE_SHARE = 0.25
@@ -143,12 +145,24 @@ def build_engine(target: Target, config: EngineConfig, speculation: SpeculationC
             max_seqs=config.max_num_seqs,
             max_tokens=config.max_num_batched_tokens,
             num_places=speculator.drafter.num_places,
+            admission=_admission(config, speculator),
         ),
         eos_token_ids=target.facts.eos_token_ids,
         num_valid_tokens=target.facts.num_valid_tokens,
         max_context=max_context,
         check=config.check,
     )
+
+
+def _admission(config: EngineConfig, speculator: Speculator) -> Admission:
+    """Requests are grouped by predicted acceptance where a step takes a draft pass for each token of its longest."""
+
+    def expected(seq_id: int) -> float:
+        return sum(speculator.history.acceptance.foresee(seq_id, speculator.drafter.name, speculator.max_tokens))
+
+    by_token = speculator.draft_cost is not None
+    pace = Pace(objective=config.objective)
+    return Admission(pace=pace, cost=speculator.cost, expected=expected if by_token else None)
 
 
 def build_speculator(
@@ -167,14 +181,14 @@ def build_speculator(
         return _head_speculator(target, runner, config, speculation, cache=cache, head=head)
     drafter, draft_cost = _build_drafter(target, config, speculation, max_context=max_context)
     num_tokens = speculation.num_speculative_tokens if speculation.method != "none" else 0
-    cost = target.cost(runner, page_size=config.page_size).step_cost() if _needs_cost(speculation) else None
+    cost = target.cost(runner, page_size=config.page_size).step_cost() if _needs_cost(config, speculation) else None
     return _speculator(drafter, speculation, num_tokens=num_tokens, cost=cost, draft_cost=draft_cost)
 
 
-def _needs_cost(speculation: SpeculationConfig) -> bool:
-    """A drafter that never drafts needs no measured cost, nor do policies that look at none."""
+def _needs_cost(config: EngineConfig, speculation: SpeculationConfig) -> bool:
+    """A drafter that never drafts needs no measured cost, nor do policies that look at none; "latency" bounds steps."""
     drafts = speculation.method != "none" and speculation.num_speculative_tokens > 0
-    return drafts and speculation.policy in MEASURING_POLICIES
+    return (drafts and speculation.policy in MEASURING_POLICIES) or config.objective == "latency"
 
 
 def _speculator(
@@ -234,7 +248,7 @@ def _head_speculator(
     lookup = registry()["suffix"](**speculation.drafter_settings()) if speculation.method == "auto" else None
     history = _history(speculation)
     survival = history.acceptance.survival
-    if not _needs_cost(speculation):
+    if not _needs_cost(config, speculation):
         free = drafter if lookup is None else Portfolio(drafter, costs=None, lookup=lookup, survival=survival)
         return _speculator(free, speculation, num_tokens=num_tokens, history=history)
     costs = HeadCosts(
@@ -275,7 +289,9 @@ def _build_drafter(
         num_valid_tokens=min(target.facts.num_valid_tokens, draft.facts.num_valid_tokens),
         max_chunk=config.max_num_batched_tokens,
     )
-    cost = PacedTable(draft.cost(runner, page_size=config.page_size).table) if _needs_cost(speculation) else None
+    cost = (
+        PacedTable(draft.cost(runner, page_size=config.page_size).table) if _needs_cost(config, speculation) else None
+    )
     return drafter, cost
 
 

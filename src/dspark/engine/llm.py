@@ -31,6 +31,7 @@ from dspark.types import CompletionOutput, Request, RequestOutput, RowStep, Sequ
 
 Prompt = str | Seq[int]
 Message = Mapping[str, Any]
+MAX_PRIORITY = 10**6
 
 
 class LLM:
@@ -75,22 +76,25 @@ class LLM:
         prompts: Prompt | Seq[Prompt],
         params: SamplingParams | Seq[SamplingParams] | None = None,
         *,
+        priority: int | Seq[int] = 0,
         on_output: Callable[[RequestOutput], None] | None = None,
     ) -> list[RequestOutput]:
         """Answer prompts (texts, or token ids), in the order given.
 
-        `params`: one for all or one each. `on_output` is called after each step for every request that grew, with all
-        of its text so far. A single prompt that cannot be answered raises ValueError; in a list the refused come back
-        with `error` set, and a warning, and the others go on.
+        `params`, `priority`: one for all or one each; a smaller priority is more urgent (docs/tuning.md). `on_output`
+        is called after each step for every request that grew, with all of its text so far. A single prompt that cannot
+        be answered raises ValueError; in a list the refused come back with `error` set, and a warning, and the others
+        go on.
         """
         single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], numbers.Integral))
         items = [cast(Prompt, prompts)] if single else list(cast("Seq[Prompt]", prompts))
         outputs: list[RequestOutput] = []
         groups: dict[int, Group] = {}
         try:
-            for item, item_params in zip(items, _spread(params, len(items))):
+            every = zip(items, _spread(params, len(items)), _spread_priority(priority, len(items)))
+            for item, item_params, item_priority in every:
                 try:
-                    group = Group(self, self.requests.make(item, item_params))
+                    group = Group(self, self.requests.make(item, item_params, priority=item_priority))
                 except ValueError as error:
                     if single:
                         raise
@@ -110,6 +114,7 @@ class LLM:
         messages: Seq[Message] | Seq[Seq[Message]],
         params: SamplingParams | Seq[SamplingParams] | None = None,
         *,
+        priority: int | Seq[int] = 0,
         on_output: Callable[[RequestOutput], None] | None = None,
         **template: Any,
     ) -> list[RequestOutput]:
@@ -119,7 +124,7 @@ class LLM:
         many = not isinstance(messages[0], Mapping)
         chats = cast("Seq[Seq[Message]]", messages if many else [messages])
         prompts = [self.tokenizer.apply_chat_template(list(chat), **template) for chat in chats]
-        return self.generate(prompts if many else prompts[0], params, on_output=on_output)
+        return self.generate(prompts if many else prompts[0], params, priority=priority, on_output=on_output)
 
     def add_sink(self, sink: Callable[[StepStats], None]) -> None:
         """`sink` is called with the StepStats of every step."""
@@ -218,9 +223,9 @@ class RequestMaker:
         self.seeds = random.Random(seed)
         self.cached_processors: dict[int, tuple[SamplingParams, Processors]] = {}
 
-    def make(self, prompt: Prompt, params: SamplingParams) -> Request:
+    def make(self, prompt: Prompt, params: SamplingParams, *, priority: int = 0) -> Request:
         """A checked request. Raises ValueError for an empty prompt, an unknown token id, a prompt that leaves no room
-        in the context, or a policy that the engine does not have."""
+        in the context, a policy that the engine does not have, or a floor that it cannot keep."""
         facts, tokenizer = self.target.facts, self.target.tokenizer
         text = prompt if isinstance(prompt, str) else None
         try:
@@ -243,12 +248,23 @@ class RequestMaker:
                 f"speculation.policy={policy!r} is not known here: choose one of {', '.join(policies)}"
                 + (unmeasured if policy == "adaptive" else "")
             )
+        if params.min_tokens_per_second is not None and self.engine.scheduler.admission.cost is None:
+            raise ValueError(
+                "min_tokens_per_second needs measured times of passes, and this engine has none: start it with a draft "
+                "and policy 'adaptive', or with objective='latency'"
+            )
+        if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > MAX_PRIORITY:
+            raise ValueError(
+                f"priority={priority!r} is not usable: give a whole number, at most {MAX_PRIORITY} in size; smaller is "
+                "more urgent"
+            )
         return Request(
             id=f"request-{next(self.ids)}",
             prompt_token_ids=ids,
             params=params,
             prompt=text,
             arrival=time.perf_counter(),
+            priority=priority,
         )
 
     def sequences(self, request: Request) -> list[Sequence]:
@@ -379,6 +395,14 @@ def _spread(params: SamplingParams | Seq[SamplingParams] | None, count: int) -> 
     if len(params) != count:
         raise ValueError(f"{len(params)} sampling params for {count} prompts: give one, or one for each prompt")
     return params
+
+
+def _spread_priority(priority: int | Seq[int], count: int) -> Seq[int]:
+    if not isinstance(priority, Seq):
+        return [priority] * count
+    if len(priority) != count:
+        raise ValueError(f"{len(priority)} priorities for {count} prompts: give one, or one for each prompt")
+    return priority
 
 
 def _refused(prompt: Prompt, error: str) -> RequestOutput:

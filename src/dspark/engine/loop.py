@@ -44,6 +44,7 @@ class _Row:
             params=seq.params,
             sampler=self.sampler,
             thrifty=self.plan.limit.thrifty,
+            weight=self.plan.weight,
         )
 
 
@@ -230,6 +231,7 @@ class Engine:
                 emitted = len(seq.tokens) - before
                 accepted = min(emitted, verdict.num_accepted)
                 seq.num_cached = before + accepted
+                self.scheduler.emitted(seq, emitted, packed=1 + len(keep.tokens))
                 self._count(seq, stats, drafted=draft, verified=keep, accepted=accepted, emitted=emitted)
                 self.speculator.learn(seq.id, row.plan, draft, keep, verdict)
                 for sink in self.row_sinks:

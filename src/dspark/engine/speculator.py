@@ -29,13 +29,14 @@ READ_EVERY = 4
 @dataclass(kw_only=True)
 class RowPlan:
     """What is planned for one sequence: its policy, the kind of text it is at, found when it had `read_at` tokens, and
-    of this step whether drafts are `allowed` at all, the limit, and the survival that its draft was judged to have
-    (`past`: in the step before)."""
+    of this step whether drafts are `allowed` at all, the `weight` of a token (plan/pace), the limit, and the survival
+    that its draft was judged to have (`past`: in the step before)."""
 
     name: str
     policy: LengthPolicy
     limit: Limit = NO_DRAFTS
     allowed: bool = False
+    weight: float = 1.0
     text_kind: str = ""
     read_at: int = -READ_EVERY
     survival: Seq[float] = ()
@@ -44,8 +45,8 @@ class RowPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class _Others:
-    """What a step holds beside the drafts for choice: packed `rows`, so many of them a prompt's, the `tokens` expected
-    of them, `seconds` beside the pass, and the drafts that fit."""
+    """What a step holds beside the drafts for choice: packed `rows`, so many of them a prompt's, the weighted `tokens`
+    expected of them, `seconds` beside the pass, and the drafts that fit."""
 
     rows: int
     tokens: float
@@ -100,11 +101,13 @@ class Speculator:
         asked: dict[int, tuple[RowPlan, list[tuple[Work, RowPlan, Features]]]] = {}
         for work, plan in zip(works, plans):
             plan.limit, plan.past, plan.survival = NO_DRAFTS, plan.survival, ()
-            plan.allowed = work.max_drafts > 0
+            plan.allowed, plan.weight = work.max_drafts > 0, work.weight
             if work.max_drafts > 0:
                 self._read(work.seq, plan)
                 step = work.seq.record.num_steps
-                features = Features(seq_id=work.seq.id, num_rows=num_rows, step=step, room=work.max_drafts)
+                features = Features(
+                    seq_id=work.seq.id, num_rows=num_rows, step=step, room=work.max_drafts, weight=work.weight
+                )
                 asked.setdefault(id(plan.policy), (plan, []))[1].append((work, plan, features))
         for first, rows in asked.values():
             first.policy.begin([features for _, _, features in rows])
@@ -136,7 +139,7 @@ class Speculator:
             else:
                 kept[i] = draft.prefix(length)
                 other_rows += work.num_tokens + length
-                other_tokens += work.samples + sum(plan.survival[:length])
+                other_tokens += work.weight * (work.samples + sum(plan.survival[:length]))
         if open_rows:
             spent = self._planned_draft_seconds(works, drafts)
             others = _Others(
@@ -164,7 +167,8 @@ class Speculator:
         def seconds(packed: int) -> float:
             return others.seconds + cost(packed)
 
-        beside: dict[str, Any] = {"other_rows": others.rows, "other_tokens": others.tokens}
+        weights = [plan.weight for plan in plans]
+        beside: dict[str, Any] = {"other_rows": others.rows, "other_tokens": others.tokens, "weights": weights}
         if not search_all:
             past = [plan.past for plan in plans]
             capacity = sum(choose(past, seconds, others.max_tokens, search_all=True, **beside))

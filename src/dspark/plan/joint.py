@@ -21,7 +21,12 @@ class JointPlan:
 
 
 def draft_lengths(
-    foreseen: Sequence[Sequence[float]], target: Costs, draft: Costs, *, other_rows: int = 0
+    foreseen: Sequence[Sequence[float]],
+    target: Costs,
+    draft: Costs,
+    *,
+    other_rows: int = 0,
+    weights: Sequence[float] | None = None,
 ) -> JointPlan:
     """Lengths that make (R + sum of survivals) / (C(R + sum of lengths) + sum over depths j of d(rows at j)) large.
 
@@ -29,27 +34,32 @@ def draft_lengths(
     that are still drafting there, and every row waits for the last of them: a depth pays only if all of its rows
     together expect more tokens than its pass and their places in the target's are worth at the step's own rate
     (Dinkelbach 1967: the rate is found by iteration, from plain decoding's). `other_rows`: of the step, which do not
-    draft here and emit a token each.
+    draft here and emit a token each. `weights`: what a token of each row is worth (1 each); the rate is of worth then.
     """
     num_rows = len(foreseen)
     if not num_rows:
         return JointPlan(lengths=[], rate=0.0)
-    base = num_rows + other_rows
-    plain = base / target.seconds(base)
+    base, tokens = num_rows + other_rows, float(num_rows + other_rows)
+    if weights is not None:
+        tokens = sum(weights) + other_rows
+        foreseen = [[weight * alive for alive in row] for weight, row in zip(weights, foreseen)]
+    plain = tokens / target.seconds(base)
     best = JointPlan(lengths=[0] * num_rows, rate=plain)
     rate = plain
     for _ in range(NUM_ROUNDS):
-        found = _lengths_at(rate, foreseen, target, draft, base)
+        found = _lengths_at(rate, foreseen, target, draft, base, tokens)
         if found.rate <= best.rate * (1 + 1e-9):
             break
         best, rate = found, found.rate
     return best
 
 
-def _lengths_at(rate: float, foreseen: Sequence[Sequence[float]], target: Costs, draft: Costs, base: int) -> JointPlan:
-    """The lengths that are worth most if a second is worth `rate` tokens."""
+def _lengths_at(
+    rate: float, foreseen: Sequence[Sequence[float]], target: Costs, draft: Costs, base: int, tokens: float
+) -> JointPlan:
+    """The lengths that are worth most if a second is worth `rate` tokens. `base` rows emit `tokens` without drafts."""
     lengths = [0] * len(foreseen)
-    rows, tokens, drafting = base, float(base), 0.0
+    rows, drafting = base, 0.0
     best_worth, best = tokens - rate * target.seconds(rows), (list(lengths), rows, tokens, drafting)
     alive = [i for i, row in enumerate(foreseen) if row]
     depth = 0

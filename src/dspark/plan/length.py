@@ -25,12 +25,13 @@ MOST_CERTAIN = 0.9
 @dataclass(frozen=True, kw_only=True)
 class Features:
     """What is known of a row before drafting. `num_rows`: rows that decode in this step. `step`: target passes this row
-    has had. `room`: drafts that could be emitted."""
+    has had. `room`: drafts that could be emitted. `weight`: what a token of the row is worth (plan/pace)."""
 
     seq_id: int
     num_rows: int
     step: int
     room: int
+    weight: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,14 +190,15 @@ class AdaptiveLength:
             self.probe += self.draft_cost.seconds(num_rows)
             foreseen = [self.foresee(row.seq_id, min(self.max_tokens, row.room)) for row in rows]
             others = num_rows - len(rows)  # under other policies
-            plan = draft_lengths(foreseen, self.target_cost, self.draft_cost, other_rows=others)
+            weights = [row.weight for row in rows]
+            plan = draft_lengths(foreseen, self.target_cost, self.draft_cost, other_rows=others, weights=weights)
             self.lengths = {row.seq_id: length for row, length in zip(rows, plan.lengths)}
             self.rate = plan.rate
 
     def limit(self, features: Features) -> Limit:
         rows, seq_id, idle = self.num_rows, features.seq_id, self.idle.get(features.seq_id, 0)
         if self.draft_cost is None:
-            if self._rests(seq_id):
+            if self._rests(seq_id, features.weight):
                 return NO_DRAFTS
             return self.tried_again if self._is_due(idle) else self.usual
         draft, best = self.draft_cost.seconds(rows), self.lengths[seq_id]
@@ -205,15 +207,15 @@ class AdaptiveLength:
             return Limit(max_tokens=least, least=least, thrifty=True)
         # One more draft pass costs `draft` seconds, worth `rate` tokens each; it can bring at most one token a row. A
         # row that is surer than usual may go two beyond its best length.
-        floor = min(MOST_CERTAIN, self.rate * draft / rows)
+        floor = min(MOST_CERTAIN, self.rate * draft / (rows * features.weight))
         return Limit(max_tokens=min(self.max_tokens, best + 2), floor=floor, thrifty=True)
 
-    def _rests(self, seq_id: int) -> bool:
+    def _rests(self, seq_id: int, weight: float) -> bool:
         worth = self.worth.get(seq_id)
         if worth is None:
             worth = self.worth[seq_id] = max(0.0, self.typical) + FIRST_WORTH
         num_rests = self.rests.get(seq_id, 0) + 1
-        rests = worth < self.least_worth and num_rests < PROBE_EVERY
+        rests = worth * weight < self.least_worth and num_rests < PROBE_EVERY
         self.rests[seq_id] = num_rests if rests else 0
         return rests
 

@@ -2,8 +2,8 @@
 It must never let a plan see how a draft ends, or give the planner anything that the engine would not give it.
 
 What is simulated: arrivals, waiting, chunked prompts and speculative rows under one budget of tokens, drafting,
-verification by chance, and time by the table. What decides is what decides in the engine: plan/budget, plan/joint and
-plan/acceptance. Every request belongs to a kind, whose word the planner is told as a request's task.
+verification by chance, and time by the table. What decides is what decides in the engine: plan/admit, plan/budget,
+plan/joint and plan/acceptance. Every request belongs to a kind, whose word the planner is told as a request's task.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from dspark.plan.acceptance import AcceptanceModel
+from dspark.plan.admit import LOOK_AHEAD, Admission, Applicant
 from dspark.plan.budget import beside_prompts, choose
 from dspark.plan.cost import Costs
 from dspark.plan.joint import draft_lengths
+from dspark.plan.pace import Pace
 
 SOURCE = "simulated"
 LEARN_EVERY = 4
@@ -27,13 +29,15 @@ simulation minutes."""
 @dataclass(frozen=True, kw_only=True)
 class Kind:
     """Requests of one sort. `acceptance[j]`: chance that draft j holds where those before it held (`from_rates` reads
-    survival instead). `share`: of all requests."""
+    survival instead). `share`: of all requests. `floor`, `priority`: what they ask for (plan/pace)."""
 
     name: str
     acceptance: Sequence[float]
     share: float = 1.0
     num_prompt: int = 256
     num_output: int = 256
+    floor: float | None = None
+    priority: int = 0
 
     def __post_init__(self) -> None:
         if not all(0 <= chance <= 1 for chance in self.acceptance):
@@ -53,7 +57,8 @@ class Kind:
 @dataclass(frozen=True, kw_only=True)
 class Machine:
     """`target`: seconds of a pass by packed rows. `draft`: of a draft pass by rows, one a token if `by_token`, else one
-    a block; None: drafts are free."""
+    a block; None: drafts are free. `objective`: as in plan/pace. `group`: whether a drafter with a pass a token has
+    requests of like acceptance run together (plan/admit)."""
 
     target: Costs
     draft: Costs | None = None
@@ -61,11 +66,15 @@ class Machine:
     max_seqs: int = 256
     max_tokens: int = 2048
     max_drafts: int = 8
+    objective: str = "throughput"
+    group: bool = True
 
 
 @dataclass(kw_only=True)
 class Report:
-    """Sums over a simulation. Seconds are simulated. `expected`: tokens that the plans promised for their steps."""
+    """Sums over a simulation. Seconds are simulated. `expected`: tokens that the plans promised for their steps.
+    `held`: for each whole second of a request with a floor, from its first token on, whether it was kept.
+    `longest_wait`: seconds from coming to the first token."""
 
     seconds: float = 0.0
     num_requests: int = 0
@@ -76,6 +85,8 @@ class Report:
     expected: float = 0.0
     emitted: int = 0
     longest_step: float = 0.0
+    longest_wait: float = 0.0
+    held: list[bool] = field(default_factory=list)
 
     @property
     def throughput(self) -> float:
@@ -94,6 +105,8 @@ class _Row:
     came: float
     prompt_left: int
     left: int
+    first: float | None = None
+    seconds: dict[int, int] = field(default_factory=dict)
 
 
 class Simulation:
@@ -113,28 +126,67 @@ class Simulation:
         for kind, number in self.numbers.items():
             self.acceptance.begin(number, kind)
         self.num_verdicts = dict.fromkeys(self.numbers, 0)
+        plans = self.policy == "adaptive"
+        by_token = plans and machine.group and machine.draft is not None and machine.by_token
+        self.admission = Admission(
+            pace=Pace(objective=machine.objective),
+            cost=machine.target if plans else None,
+            expected=self._expected if by_token else None,
+        )
+        self.kind_of: dict[int, str] = {}
+        self.now = 0.0
 
     def run(self, num_requests: int, *, rate: float | None = None, concurrency: int | None = None) -> Report:
         """`rate`: requests a second, Poisson; else `concurrency` clients, each asking again when answered."""
         if (rate is None) == (concurrency is None):
             raise ValueError("give a rate (open loop) or a concurrency (closed loop), one of the two")
-        report, now = Report(num_requests=num_requests), 0.0
+        report = Report(num_requests=num_requests)
         arrivals = deque(self._arrivals(num_requests, rate))
+        waiting: list[_Row] = []
         running: list[_Row] = []
-        most = min(self.machine.max_seqs, concurrency or self.machine.max_seqs)
-        while arrivals or running:
-            if not running and arrivals[0].came > now:
-                now = arrivals[0].came
-            while arrivals and len(running) < most and arrivals[0].came <= now:
+        self.now = 0.0
+        while arrivals or waiting or running:
+            if not running and not waiting and rate is not None:
+                self.now = max(self.now, arrivals[0].came)
+            room = num_requests if concurrency is None else concurrency - len(running) - len(waiting)
+            while arrivals and room > 0 and arrivals[0].came <= self.now:
                 row = arrivals.popleft()
-                row.came = now if rate is None else row.came
-                running.append(row)
-            seconds = self._step(running, report)
-            now += seconds
-            report.longest_step = max(report.longest_step, seconds)
+                row.came = self.now if rate is None else row.came
+                self._come(row)
+                waiting.append(row)
+                room -= 1
+            while waiting and len(running) < self.machine.max_seqs:
+                running.append(self._next(waiting, running))
+            self._step(running, report)
+            for row in running:
+                if row.left <= 0:
+                    self._end(row, report)
             running = [row for row in running if row.left > 0]
-        report.seconds = now
+        report.seconds = self.now
         return report
+
+    def _expected(self, seq_id: int) -> float:
+        number = self.numbers[self.kind_of[seq_id]]
+        return sum(self.acceptance.foresee(number, SOURCE, self.machine.max_drafts))
+
+    def _come(self, row: _Row) -> None:
+        self.kind_of[row.id] = row.kind.name
+        self.admission.begin(row.id, floor=row.kind.floor, priority=row.kind.priority)
+
+    def _next(self, waiting: list[_Row], running: Sequence[_Row]) -> _Row:
+        applicants = [
+            Applicant(seq_id=row.id, priority=row.kind.priority, num_tokens=row.prompt_left)
+            for row in waiting[:LOOK_AHEAD]
+        ]
+        index = self.admission.next_waiting(applicants, [row.id for row in running]) if len(waiting) > 1 else 0
+        self.admission.pass_over([row.id for row in waiting[:index]])
+        return waiting.pop(index)
+
+    def _end(self, row: _Row, report: Report) -> None:
+        self.admission.forget(row.id)
+        del self.kind_of[row.id]
+        if row.kind.floor is not None and row.first is not None:
+            report.held += [row.seconds.get(i, 0) >= row.kind.floor for i in range(int(self.now - row.first))]
 
     def _arrivals(self, count: int, rate: float | None) -> Iterator[_Row]:
         now, shares = 0.0, [kind.share for kind in self.kinds]
@@ -143,36 +195,46 @@ class Simulation:
             kind = self.rng.choices(self.kinds, shares)[0]
             yield _Row(id=number, kind=kind, came=now, prompt_left=kind.num_prompt, left=kind.num_output)
 
-    def _step(self, running: Sequence[_Row], report: Report) -> float:
-        """Decoding rows first, then prompt chunks with what is left of the budget; returns seconds."""
-        machine = self.machine
-        decoding = [row for row in running if row.prompt_left == 0]
+    def _step(self, running: Sequence[_Row], report: Report) -> None:
+        """Decoding rows first, then prompt chunks with what is left of the budget."""
+        machine, admission = self.machine, self.admission
+        ids = [row.id for row in running if row.prompt_left == 0]
+        weights = admission.pace.weights(ids, self.now)
+        resting = admission.resting(ids, weights)
+        decoding = [row for row in running if row.prompt_left == 0 and row.id not in resting]
+        if weights is not None:
+            worth = dict(zip(ids, weights))
+            weights = [worth[row.id] for row in decoding]
         budget = machine.max_tokens - len(decoding)
+        prompts = admission.prompt_tokens([row.id for row in decoding], most=max(0, budget), now=self.now)
         chunks, finishing = 0, []
         for row in running:
-            if row.prompt_left and budget > 0:
-                count = min(row.prompt_left, budget)
+            if row.prompt_left and prompts > 0:
+                count = min(row.prompt_left, prompts)
                 row.prompt_left -= count
                 chunks += count
-                budget -= count
+                prompts -= count
                 if row.prompt_left == 0:
                     finishing.append(row)
-        survivals, drafting = self._draft(decoding)
-        lengths = self._keep(survivals, drafting, chunks, max(0, budget))
+        survivals, drafting = self._draft(decoding, weights)
+        lengths = self._keep(survivals, drafting, chunks, max(0, budget - chunks), weights)
         seconds = drafting + machine.target.seconds(len(decoding) + chunks + sum(lengths))
         report.expected += len(decoding) + sum(sum(row[:k]) for row, k in zip(survivals, lengths))
+        self.now += seconds
         for row, survival, length in zip(decoding, survivals, lengths):
             emitted = self._verify(row, survival, length)
             report.emitted += emitted
             report.num_verified += length
-            self._emit(row, emitted, report)
+            self._emit(row, emitted, report, packed=1 + length)
         for row in finishing:
-            self._emit(row, 1, report)
+            report.longest_wait = max(report.longest_wait, self.now - row.came)
+            row.first = self.now
+            self._emit(row, 1, report, packed=1)
         report.num_rows += len(decoding)
         report.num_steps += 1
-        return seconds
+        report.longest_step = max(report.longest_step, seconds)
 
-    def _draft(self, rows: Sequence[_Row]) -> tuple[list[list[float]], float]:
+    def _draft(self, rows: Sequence[_Row], weights: Sequence[float] | None) -> tuple[list[list[float]], float]:
         """(survival by row as the planner sees it, seconds of drafting)."""
         machine = self.machine
         if self.policy == "plain" or not rows:
@@ -189,7 +251,7 @@ class Simulation:
             return self._blocks(foreseen, machine.draft)
         lengths = [len(row) for row in foreseen]
         if self.policy == "adaptive":
-            lengths = draft_lengths(foreseen, machine.target, machine.draft).lengths
+            lengths = draft_lengths(foreseen, machine.target, machine.draft, weights=weights).lengths
         depths = range(max(lengths, default=0))
         seconds = sum(machine.draft.seconds(sum(length > depth for length in lengths)) for depth in depths)
         return [row[:k] for row, k in zip(foreseen, lengths)], seconds
@@ -205,7 +267,14 @@ class Simulation:
                 return [[] for _ in foreseen], 0.0
         return foreseen, seconds
 
-    def _keep(self, survivals: Sequence[Sequence[float]], drafting: float, chunks: int, room: int) -> list[int]:
+    def _keep(
+        self,
+        survivals: Sequence[Sequence[float]],
+        drafting: float,
+        chunks: int,
+        room: int,
+        weights: Sequence[float] | None,
+    ) -> list[int]:
         if self.policy != "adaptive":
             return [len(row) for row in survivals]
         cost = beside_prompts(self.machine.target, len(survivals), chunks)
@@ -214,6 +283,7 @@ class Simulation:
             lambda packed: drafting + cost(packed),
             room,
             other_rows=chunks,
+            weights=weights,
             search_all=True,
         )
 
@@ -230,11 +300,14 @@ class Simulation:
                 self.acceptance.begin(number, row.kind.name)  # another request's verdict comes next
         return 1 + accepted
 
-    @staticmethod
-    def _emit(row: _Row, count: int, report: Report) -> None:
+    def _emit(self, row: _Row, count: int, report: Report, *, packed: int) -> None:
         count = min(count, row.left)
         row.left -= count
         report.num_tokens += count
+        self.admission.pace.emitted(row.id, count, packed=packed, now=self.now)
+        if row.kind.floor is not None and row.first is not None:
+            second = int(self.now - row.first)
+            row.seconds[second] = row.seconds.get(second, 0) + count
 
 
 def _chance(kind: Kind, position: int) -> float:
