@@ -225,7 +225,7 @@ class RequestMaker:
 
     def make(self, prompt: Prompt, params: SamplingParams, *, priority: int = 0) -> Request:
         """A checked request. Raises ValueError for an empty prompt, an unknown token id, a prompt that leaves no room
-        in the context, a policy that the engine does not have, or a floor that it cannot keep."""
+        in the context, or a policy that the engine does not have."""
         facts, tokenizer = self.target.facts, self.target.tokenizer
         text = prompt if isinstance(prompt, str) else None
         try:
@@ -248,11 +248,6 @@ class RequestMaker:
                 f"speculation.policy={policy!r} is not known here: choose one of {', '.join(policies)}"
                 + (unmeasured if policy == "adaptive" else "")
             )
-        if params.min_tokens_per_second is not None and self.engine.scheduler.admission.cost is None:
-            raise ValueError(
-                "min_tokens_per_second needs measured times of passes, and this engine has none: start it with a draft "
-                "and policy 'adaptive', or with objective='latency'"
-            )
         if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > MAX_PRIORITY:
             raise ValueError(
                 f"priority={priority!r} is not usable: give a whole number, at most {MAX_PRIORITY} in size; smaller is "
@@ -270,6 +265,8 @@ class RequestMaker:
     def sequences(self, request: Request) -> list[Sequence]:
         """The n sequences of a request, queued in the engine."""
         params = request.params
+        if params.min_tokens_per_second is not None:
+            self._need_costs()
         processors = self._processors(params)
         result = []
         for index in range(params.n):
@@ -286,6 +283,13 @@ class RequestMaker:
             self.engine.add(seq, sampler, watcher)
             result.append(seq)
         return result
+
+    def _need_costs(self) -> None:
+        """Floors are kept by what passes cost. An engine that has not measured them does now, if nobody ever has."""
+        admission, runner = self.engine.scheduler.admission, self.engine.runner
+        if admission.cost is None:
+            cost = self.target.cost(runner, page_size=self.engine.cache.page_size).step_cost()
+            admission.cost = self.engine.speculator.cost = cost
 
     def _noise(self, params: SamplingParams, index: int) -> Noise | None:
         """Unseeded answers draw their seed from the engine's, where one is set; else from the system."""
