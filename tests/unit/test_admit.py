@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -10,7 +11,7 @@ from dspark.plan.admit import LOOK_AHEAD, MAX_OVERTAKEN, MAX_REST, MIN_CHUNK, ST
 from dspark.plan.budget import choose
 from dspark.plan.cost import CostTable
 from dspark.plan.joint import draft_lengths
-from dspark.plan.pace import CLASS_WEIGHT, MARGIN, MOST_CREDIT, MOST_DEBT, PATIENCE, Pace
+from dspark.plan.pace import AHEAD, CLASS_WEIGHT, LARGEST_WEIGHT, MARGIN, MOST_CREDIT, MOST_DEBT, PATIENCE, Pace
 from dspark.plan.simulate import Kind, Machine, Simulation
 
 LINE = CostTable([(1, 0.010), (513, 0.522)])
@@ -20,12 +21,14 @@ LINE = CostTable([(1, 0.010), (513, 0.522)])
 def test_a_debt_grows_with_time_and_falls_with_tokens():
     pace = Pace()
     pace.begin(1, floor=20.0)
-    assert pace.weights([1], 5.0) == [1.0], "nothing is owed before the first token"
+    assert pace.rows[1].owed(5.0) == 0.0, "nothing is owed before the first token"
     pace.emitted(1, 1, packed=1, now=10.0)
-    owed = 20.0 * MARGIN * 0.5
-    assert pace.weights([1], 10.5) == [pytest.approx(1 + owed / (20.0 * PATIENCE))]
-    pace.emitted(1, 4, packed=1, now=10.5)
-    assert pace.weights([1], 10.5) == [pytest.approx(1 + (owed - 4) / (20.0 * PATIENCE))]
+    assert pace.rows[1].owed(10.2) == pytest.approx(20.0 * MARGIN * 0.2)
+    assert pace.weights([1], 10.0) == [pytest.approx(math.exp(AHEAD / PATIENCE))], "level with its floor, not ahead"
+    pace.emitted(1, 3, packed=1, now=10.1)
+    owed = 20.0 * MARGIN * 0.1 - 3
+    assert pace.weights([1], 10.1) == [pytest.approx(math.exp((owed / 20.0 + AHEAD) / PATIENCE))]
+    assert pace.weights([1], 11.0) == [LARGEST_WEIGHT]
     pace.emitted(1, 400, packed=1, now=10.5)
     assert pace.rows[1].debt == -20.0 * MOST_CREDIT, "a rush is no excuse for later"
     assert pace.rows[1].owed(99.0) == 20.0 * MOST_DEBT, "nor does a stall claim the machine for good"

@@ -21,7 +21,7 @@ from dspark.law import largest
 from dspark.model.batch import Packed, Span, pack
 from dspark.model.cache import KVCache
 from dspark.sampling import RowSampler, packed_laws, raw_logprobs
-from dspark.types import Draft, RowStep, Sequence, StepStats, Verdict
+from dspark.types import TARGET_PHASES, Draft, RowStep, Sequence, StepStats, Verdict
 from dspark.verify.rejection import accept, accept_greedy
 
 
@@ -99,6 +99,7 @@ class Engine:
         stats = self._commit(works, drafts, kept, verdicts, packed, output)
         clock.mark("commit")
         self.speculator.time(works, drafts, seconds=clock.seconds)
+        self.scheduler.admission.time(sum(clock.seconds.values()) - sum(clock.seconds[name] for name in TARGET_PHASES))
         self._report(stats, packed, clock.seconds)
         return [work.seq for work in works if work.samples]
 

@@ -17,6 +17,7 @@ MIN_CHUNK = 32
 """Prompt tokens that a step reads at least if it reads any: fewer cost a pass nearly as much."""
 STALL = 3.0
 """How much longer than without prompts a step may take under "latency"."""
+BESIDE_RATE = 0.1
 LOOK_AHEAD = 64
 """Waiting requests that are compared."""
 
@@ -36,7 +37,8 @@ class Admission:
 
     `cost`: seconds of a step's target phases by packed rows; None where nothing is measured: then all take part and
     prompts take what room there is. `expected(seq_id)`: drafts of a request that are foreseen to be accepted, for a
-    drafter that takes a pass for each token of the longest draft; None for others.
+    drafter that takes a pass for each token of the longest draft; None for others. `beside`: seconds of a step that are
+    not the target's, such as drafting, lately.
     """
 
     pace: Pace = field(default_factory=Pace)
@@ -45,6 +47,7 @@ class Admission:
     rests: dict[int, int] = field(default_factory=dict)
     overtaken: dict[int, int] = field(default_factory=dict)
     num_unread: int = 0
+    beside: float = 0.0
 
     def begin(self, seq_id: int, *, floor: float | None = None, priority: int = 0) -> None:
         """A request comes in."""
@@ -55,6 +58,10 @@ class Admission:
         self.pace.forget(seq_id)
         self.rests.pop(seq_id, None)
         self.overtaken.pop(seq_id, None)
+
+    def time(self, beside: float) -> None:
+        """A step took so many seconds beside the target's."""
+        self.beside += BESIDE_RATE * (beside - self.beside)
 
     def may_overtake(self, seq_id: int) -> bool:
         """Whether a waiting request may be passed over once more."""
@@ -82,7 +89,7 @@ class Admission:
         for count, i in enumerate(order, start=1):
             tokens += weights[i] * usual[i][0]
             packed += usual[i][1]
-            rate = tokens / self.cost.seconds(packed)
+            rate = tokens / (self.beside + self.cost.seconds(packed))
             if rate > best_rate:
                 best_rate, taken = rate, count
         out = {seq_ids[i] for i in order[taken:] if self.rests.get(seq_ids[i], 0) < MAX_REST - 1}
@@ -95,7 +102,7 @@ class Admission:
         if not seq_ids or self.cost is None:
             self.num_unread = 0
             return most
-        allowed = self.pace.seconds_left(seq_ids, now)
+        allowed = self.pace.seconds_left(seq_ids, now) - self.beside
         packed = sum(self.pace.usual(seq_id)[1] for seq_id in seq_ids)
         if self.pace.objective == "latency":
             allowed = min(allowed, STALL * self.cost.seconds(packed))

@@ -2,13 +2,14 @@
 It must never see a token or a draft, only how many were emitted and when.
 
 A floor is kept by a debt: it grows with the time that passes and falls with what is emitted, and the more is owed, the
-more a token of the request is worth to the plan (drift plus penalty with a virtual queue for each promise; Neely,
+more a token of the request is worth to the plan (a virtual queue for each promise, as in drift plus penalty; Neely,
 Stochastic Network Optimization, 2010, sections 4.3 and 7.2: the plan maximises weighted tokens a second). What is left
 over goes where it brings most.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -16,8 +17,11 @@ from dspark.config import OBJECTIVES
 
 MARGIN = 1.1
 """Of a floor, that is aimed at: what drafts bring scatters, and no second makes good for another."""
+AHEAD = 0.05
+"""Seconds of a floor that a request should be ahead of it: from there on its tokens are worth more."""
 PATIENCE = 0.05
-"""Seconds of a floor that are owed when a token counts twice."""
+"""Seconds of a floor, behind that, for each of which tokens are worth e times as much: a request that cannot draft can
+only be helped by shorter steps, to the others' loss, and that must be reached within a fraction of a second."""
 MOST_CREDIT, MOST_DEBT = 0.1, 2.0
 """Seconds of a floor, ahead or owed: an earlier rush excuses no later stall, and a floor that cannot be kept must not
 claim the machine for good."""
@@ -96,7 +100,8 @@ class Pace:
         weights = [CLASS_WEIGHT ** max(-3, first - row.priority) for row in rows]
         for i, row in enumerate(rows):
             if row.floor is not None:
-                weights[i] *= 1 + max(0.0, row.owed(now)) / (row.floor * PATIENCE)
+                behind = max(0.0, row.owed(now) / row.floor + AHEAD)
+                weights[i] *= math.exp(min(behind / PATIENCE, math.log(LARGEST_WEIGHT)))
         if self.objective == "latency" and rows:
             usual = sum(row.tokens for row in rows) / len(rows)
             for i, row in enumerate(rows):

@@ -218,6 +218,7 @@ class Simulation:
                     finishing.append(row)
         survivals, drafting = self._draft(decoding, weights)
         lengths = self._keep(survivals, drafting, chunks, max(0, budget - chunks), weights)
+        admission.time(drafting)
         seconds = drafting + machine.target.seconds(len(decoding) + chunks + sum(lengths))
         report.expected += len(decoding) + sum(sum(row[:k]) for row, k in zip(survivals, lengths))
         self.now += seconds
