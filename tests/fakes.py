@@ -15,7 +15,10 @@ from dspark.engine.loop import Engine, Speculator
 from dspark.engine.scheduler import Scheduler
 from dspark.model.cache import KVCache
 from dspark.params import SamplingParams
-from dspark.plan.length import FixedLength
+from dspark.plan.admit import Admission
+from dspark.plan.cost import CostTable, PacedTable, StepCost
+from dspark.plan.history import History
+from dspark.plan.length import FixedLength, PolicyInputs, build_policies
 from dspark.sampling import Processors, RowSampler
 from dspark.types import Draft, Request
 from dspark.types import Sequence as Seq
@@ -36,9 +39,7 @@ class ScriptedDrafter:
         self.forgotten: list[int] = []
         self.observed = 0
 
-    def propose(
-        self, rows: Sequence[DraftRow], limits: Sequence[int], *, floors: Any = None, masks: Any = None
-    ) -> list[Draft]:
+    def propose(self, rows: Sequence[DraftRow], limits: Sequence[int], *, floors: Any = None) -> list[Draft]:
         drafts = []
         for row, limit in zip(rows, limits, strict=True):
             tokens = self.guess(row, limit)[:limit]
@@ -120,6 +121,7 @@ def make_engine(
     max_tokens: int = 64,
     prefix_reuse: bool = True,
     speculator: Speculator | None = None,
+    admission: Admission | None = None,
 ) -> Engine:
     """An engine with the step invariants asserted after every step. `head`: a draft head to draft with."""
     cache = KVCache(
@@ -143,7 +145,13 @@ def make_engine(
         runner,
         cache,
         speculator=speculator,
-        scheduler=Scheduler(cache, max_seqs=max_seqs, max_tokens=max_tokens, num_places=speculator.drafter.num_places),
+        scheduler=Scheduler(
+            cache,
+            max_seqs=max_seqs,
+            max_tokens=max_tokens,
+            num_places=speculator.drafter.num_places,
+            admission=admission,
+        ),
         eos_token_ids=eos,
         num_valid_tokens=runner.vocab_size,
         max_context=min(runner.max_context, num_pages * page_size),
@@ -151,12 +159,55 @@ def make_engine(
     )
 
 
-def add(engine: Engine, prompt: Sequence[int], params: SamplingParams, *, seq_id: int, index: int = 0) -> Seq:
+def make_speculator(
+    drafter: Drafter,
+    *,
+    cost: CostTable,
+    policy: str = "adaptive",
+    max_tokens: int = 6,
+    draft_cost: CostTable | None = None,
+    paced: bool = False,
+) -> Speculator:
+    """Every policy, over costs that are given; `paced`: they follow the clock as in the engine."""
+    history = History()
+    target: Any = StepCost(cost)
+    draft: Any = None if draft_cost is None else PacedTable(draft_cost)
+    for table in (target, draft):
+        if table is not None and not paced:
+            table.observe = lambda *args, **kwargs: None  # decisions of a test must not hang on the clock
+    inputs = PolicyInputs(
+        max_tokens=max_tokens,
+        threshold=0.4,
+        foresee=lambda seq_id, k: history.acceptance.foresee(seq_id, drafter.name, k),
+        cost=target,
+        draft_cost=draft,
+    )
+    return Speculator(
+        drafter=drafter,
+        policies=build_policies(inputs),
+        policy=policy,
+        max_tokens=max_tokens,
+        cost=target,
+        draft_cost=draft,
+        history=history,
+    )
+
+
+def add(
+    engine: Engine,
+    prompt: Sequence[int],
+    params: SamplingParams,
+    *,
+    seq_id: int,
+    index: int = 0,
+    priority: int = 0,
+    grammar: Any = None,
+) -> Seq:
     """Queue one prompt of token ids."""
-    request = Request(id=f"r{seq_id}", prompt_token_ids=list(prompt), params=params)
+    request = Request(id=f"r{seq_id}", prompt_token_ids=list(prompt), params=params, priority=priority)
     seq = Seq(id=seq_id, request=request, index=index, tokens=list(prompt), num_prompt=len(prompt))
     processors = Processors.build(params, vocab_size=engine.runner.vocab_size, eos_token_ids=engine.eos_token_ids)
-    sampler = RowSampler(params, processors, tokens=prompt, num_prompt=len(prompt), index=index)
+    sampler = RowSampler(params, processors, tokens=prompt, num_prompt=len(prompt), index=index, grammar=grammar)
     watcher = StopWatcher(LetterStream(), stop=params.stop, include_stop=params.include_stop_str_in_output)
     engine.add(seq, sampler, watcher)
     return seq

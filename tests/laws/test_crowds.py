@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,10 @@ from dspark.draft.model import ModelDrafter
 from dspark.model.cache import KVCache
 from dspark.model.runner import build_runner
 from dspark.params import SamplingParams
-from tests.fakes import ScriptedDrafter, add, junk, make_engine, random_prompts, run
+from dspark.plan.admit import MAX_REST, Admission
+from dspark.plan.cost import CostTable
+from dspark.plan.pace import Pace
+from tests.fakes import ScriptedDrafter, add, junk, make_engine, make_speculator, random_prompts, run
 from tests.tiny_heads import tiny_head
 from tests.tiny_models import tiny_model
 
@@ -54,6 +58,49 @@ def test_seeded_tokens_are_the_same_with_every_drafter_and_company(runner, name,
         engine = make_engine(runner, drafter=guess, head=head, eos=(1,), num_pages=30, max_tokens=11, max_seqs=4)
         seqs = run(engine, [PROMPTS[i] for i in order], params)
         assert [seq.output_token_ids for seq in seqs] == [alone[i] for i in order]
+
+
+STEEP = CostTable([(1, 1.0), (64, 30.0)])
+
+
+@pytest.mark.parametrize("name", ("suffix", "model"))
+@pytest.mark.parametrize("objective", ("throughput", "latency"))
+@pytest.mark.parametrize("temperature", (0.0, 0.9))
+def test_plans_over_all_rows_floors_and_priorities_change_no_text(runner, name, objective, temperature):
+    """Joint lengths, weights, rows that sit out and prompts that wait move work between rows, and nothing else. Whoever
+    has begun to answer goes on within MAX_REST steps."""
+    rng = random.Random(5)
+    plain = [SamplingParams(max_tokens=24, temperature=temperature, seed=3 + i) for i in range(6)]
+    alone = [run(make_engine(runner, eos=(1,)), [p], q)[0].output_token_ids for p, q in zip(PROMPTS, plain)]
+    draft_cost = CostTable([(1, 0.05), (8, 0.2)]) if name == "model" else None
+    plans = make_speculator(drafter(name, runner), cost=STEEP, draft_cost=draft_cost)
+    admission = Admission(
+        pace=Pace(objective=objective), cost=plans.cost, expected=(lambda seq_id: seq_id % 3) if draft_cost else None
+    )
+    engine = make_engine(
+        runner, speculator=plans, admission=admission, eos=(1,), num_pages=60, max_tokens=40, max_seqs=4
+    )
+    now, rested = [0.0], 0
+    engine.scheduler.clock = lambda: now[0]
+    for turn in range(3):
+        order = rng.sample(range(6), 6)
+        seqs = {}
+        for place, i in enumerate(order):
+            asked = replace(plain[i], min_tokens_per_second=rng.choice((None, 2.0, 900.0)))
+            seqs[i] = add(engine, PROMPTS[i], asked, seq_id=10 * turn + place, priority=rng.choice((0, 0, 3)))
+        waits = dict.fromkeys(seqs, 0)
+        while engine.has_work:
+            before = {i: seq.num_output for i, seq in seqs.items()}
+            running = {i for i, seq in seqs.items() if seq in engine.scheduler.running and seq.num_pending == 1}
+            engine.step()
+            now[0] += 0.05
+            for i, seq in seqs.items():
+                still = i in running and seq.num_output == before[i] and seq in engine.scheduler.running
+                waits[i] = waits[i] + 1 if still else 0
+                rested += still
+            assert max(waits.values()) < MAX_REST
+        assert [seqs[i].output_token_ids for i in range(6)] == alone
+    assert rested > 0 and not admission.pace.rows and not admission.overtaken
 
 
 def test_unseeded_answers_differ(runner):

@@ -25,9 +25,8 @@ from dspark.plan.replay import (
     policy_replay,
     replay,
 )
-from tests.fakes import ScriptedDrafter, make_engine, random_prompts, run
+from tests.fakes import ScriptedDrafter, make_engine, make_speculator, random_prompts, run
 from tests.tiny_models import tiny_model
-from tests.unit.test_speculator import speculator
 
 VOCAB = 96
 PROMPTS = random_prompts(8, vocab_size=VOCAB, seed=5)
@@ -58,7 +57,7 @@ def guess(runner):
 class StoppingDrafter(ScriptedDrafter):
     """One that pays for each token: it stops after the token whose survival falls below the floor."""
 
-    def propose(self, rows, limits, *, floors=None, masks=None):
+    def propose(self, rows, limits, *, floors=None):
         drafts = super().propose(rows, limits)
         lengths = [sum(alive >= floor for alive in d.survival) + 1 for d, floor in zip(drafts, floors)]
         return [draft.prefix(length) for draft, length in zip(drafts, lengths)]
@@ -69,7 +68,7 @@ def params():
 
 
 def recorded(runner, guess, path, *, draft_cost):
-    made = speculator(ScriptedDrafter(guess, survival=0.75), policy="shadow", cost=STEEP, draft_cost=draft_cost)
+    made = make_speculator(ScriptedDrafter(guess, survival=0.75), policy="shadow", cost=STEEP, draft_cost=draft_cost)
     engine = make_engine(runner, speculator=made)
     log = ProfileLog(path, header={"costs": recorded_costs(made)})
     engine.row_sinks.append(log)
@@ -85,7 +84,7 @@ def recorded(runner, guess, path, *, draft_cost):
 def test_a_replay_does_what_the_engine_does(runner, guess, tmp_path, policy, draft_cost):
     costs, answers = recorded(runner, guess, tmp_path / "profile.jsonl", draft_cost=draft_cost)
     drafter = (StoppingDrafter if draft_cost else ScriptedDrafter)(guess, survival=0.75)
-    made = speculator(drafter, policy=policy, cost=STEEP, draft_cost=draft_cost)
+    made = make_speculator(drafter, policy=policy, cost=STEEP, draft_cost=draft_cost)
     engine = make_engine(runner, speculator=made)
     records = [run(engine, [prompt], params())[0].record for prompt in PROMPTS]
     under = policy_replay(policy, costs, max_tokens=6)

@@ -8,15 +8,22 @@ import pytest
 
 from dspark.draft.lookup import SuffixDrafter
 from dspark.engine.recording import costs
-from dspark.engine.speculator import Speculator
 from dspark.model.runner import build_runner
 from dspark.observe import ProfileLog
 from dspark.params import RequestSpeculation, SamplingParams
-from dspark.plan.cost import CostTable, PacedTable, StepCost
-from dspark.plan.history import History
-from dspark.plan.length import PolicyInputs, build_policies
+from dspark.plan.cost import CostTable
 from dspark.plan.replay import answer_from_dict, costs_from_dict
-from tests.fakes import ScriptedDrafter, add, junk, make_engine, mostly_right, perfect, random_prompts, run
+from tests.fakes import (
+    ScriptedDrafter,
+    add,
+    junk,
+    make_engine,
+    make_speculator,
+    mostly_right,
+    perfect,
+    random_prompts,
+    run,
+)
 from tests.tiny_models import tiny_model
 
 VOCAB = 96
@@ -33,30 +40,6 @@ def runner():
 def answers(runner):
     params = SamplingParams(temperature=0, max_tokens=24)
     return {tuple(p): run(make_engine(runner), [p], params)[0].output_token_ids for p in PROMPTS}
-
-
-def speculator(drafter, *, policy="adaptive", max_tokens=6, cost=FLAT, draft_cost=None, paced=False):
-    history = History()
-    cost, draft_cost = StepCost(cost), draft_cost and PacedTable(draft_cost)
-    for table in (cost, draft_cost):
-        if table is not None and not paced:
-            table.observe = lambda *args, **kwargs: None  # decisions of a test must not hang on the clock
-    inputs = PolicyInputs(
-        max_tokens=max_tokens,
-        threshold=0.4,
-        foresee=lambda seq_id, k: history.acceptance.foresee(seq_id, drafter.name, k),
-        cost=cost,
-        draft_cost=draft_cost,
-    )
-    return Speculator(
-        drafter=drafter,
-        policies=build_policies(inputs),
-        policy=policy,
-        max_tokens=max_tokens,
-        cost=cost,
-        draft_cost=draft_cost,
-        history=history,
-    )
 
 
 def params(speculation=True, **fields):
@@ -76,7 +59,7 @@ CROWD = [
 @pytest.mark.parametrize("guess", ("right", "junk", "mixed"))
 def test_requests_under_different_policies_share_a_batch(runner, answers, guess):
     made = {"right": perfect(answers), "junk": junk(vocab_size=VOCAB), "mixed": mostly_right(answers, vocab_size=VOCAB)}
-    engine = make_engine(runner, speculator=speculator(ScriptedDrafter(made[guess], survival=0.8)))
+    engine = make_engine(runner, speculator=make_speculator(ScriptedDrafter(made[guess], survival=0.8), cost=FLAT))
     seqs = run(engine, PROMPTS, [params(control) for control in CROWD])
     assert [seq.output_token_ids for seq in seqs] == [answers[tuple(p)] for p in PROMPTS]
     records = [seq.record for seq in seqs]
@@ -92,7 +75,7 @@ def test_requests_under_different_policies_share_a_batch(runner, answers, guess)
 def test_drafts_that_never_hold_are_no_longer_verified_and_are_tried_again(runner):
     dear = CostTable([(1, 1.0), (2, 1.5), (64, 40.0)])
     drafter = ScriptedDrafter(junk(vocab_size=VOCAB), survival=0.9)
-    engine = make_engine(runner, speculator=speculator(drafter, cost=dear), num_pages=512)
+    engine = make_engine(runner, speculator=make_speculator(drafter, cost=dear), num_pages=512)
     (seq,) = run(engine, [PROMPTS[0]], params(max_tokens=400))
     verified = seq.record.num_verified
     assert 5 < verified < 60, "a few at first, then one in many steps"
@@ -105,7 +88,7 @@ def test_a_task_teaches_the_next_request_of_it(runner, answers):
     drafter = ScriptedDrafter(
         lambda row, n: right(row, n) if tuple(row.tokens[: row.num_prompt]) in easy else wrong(row, n)
     )
-    engine = make_engine(runner, speculator=speculator(drafter, draft_cost=CostTable([(1, 0.4)])))
+    engine = make_engine(runner, speculator=make_speculator(drafter, cost=FLAT, draft_cost=CostTable([(1, 0.4)])))
     shares = {"easy": [0, 0], "hard": [0, 0]}
 
     def count(step):
@@ -128,7 +111,7 @@ def test_a_task_teaches_the_next_request_of_it(runner, answers):
 
 
 def test_row_steps_add_up_and_name_the_policy(runner, answers):
-    engine = make_engine(runner, speculator=speculator(SuffixDrafter()))
+    engine = make_engine(runner, speculator=make_speculator(SuffixDrafter(), cost=FLAT))
     steps = []
     engine.row_sinks.append(steps.append)
     seqs = run(engine, PROMPTS, [params(control) for control in CROWD])
@@ -144,8 +127,8 @@ def test_row_steps_add_up_and_name_the_policy(runner, answers):
 
 def test_a_profile_tells_what_would_have_held(runner, answers, tmp_path):
     """Under "shadow" nothing is verified, and the record says at each position what a perfect drafter would bring."""
-    made = speculator(
-        ScriptedDrafter(perfect(answers), survival=0.8), policy="shadow", draft_cost=CostTable([(1, 0.1)])
+    made = make_speculator(
+        ScriptedDrafter(perfect(answers), survival=0.8), cost=FLAT, policy="shadow", draft_cost=CostTable([(1, 0.1)])
     )
     engine = make_engine(runner, speculator=made, max_tokens=512)
     path = tmp_path / "profile.jsonl"
@@ -189,7 +172,9 @@ def test_controls_are_read_in_every_spelling():
 
 
 def test_costs_follow_the_steps_but_not_those_with_prompt_chunks(runner, answers):
-    made = speculator(ScriptedDrafter(perfect(answers), survival=0.8), draft_cost=CostTable([(1, 0.1)]), paced=True)
+    made = make_speculator(
+        ScriptedDrafter(perfect(answers), survival=0.8), cost=FLAT, draft_cost=CostTable([(1, 0.1)]), paced=True
+    )
     engine = make_engine(runner, speculator=made)
     add(engine, PROMPTS[0], params(), seq_id=0)
     engine.step()
