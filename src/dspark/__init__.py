@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from dspark.config import EngineConfig, SpeculationConfig
     from dspark.engine.aio import AsyncLLM
     from dspark.engine.llm import LLM
-    from dspark.params import RequestSpeculation, SamplingParams
+    from dspark.params import RequestSpeculation, SamplingParams, StructuredOutputs
     from dspark.types import CompletionOutput, RequestOutput, SpeculationRecord
 
 __version__ = "0.1.0.dev0"
@@ -24,6 +24,7 @@ __all__ = [
     "SamplingParams",
     "SpeculationConfig",
     "SpeculationRecord",
+    "StructuredOutputs",
     "__version__",
 ]
 
@@ -40,6 +41,7 @@ def _home(name: str) -> str | None:
         "SamplingParams": "dspark.params",
         "SpeculationConfig": "dspark.config",
         "SpeculationRecord": "dspark.types",
+        "StructuredOutputs": "dspark.params",
     }.get(name)
 
 

@@ -3,8 +3,11 @@ It must never import torch, read a tokenizer, or silently accept a field that th
 
 from __future__ import annotations
 
+import hashlib
+import json as json_text
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 MAX_LOGPROBS = 20
 MAX_ANSWERS = 128
@@ -76,6 +79,127 @@ class RequestSpeculation:
         return cls(**value)  # type: ignore[arg-type]
 
 
+STRUCTURES = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+MAX_CHOICES = 10_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class StructuredOutputs:
+    """What an answer must look like; one of the kinds, named as in vLLM.
+
+    `json`: a JSON schema, as a table, a text, true or false. `json_object`: any JSON object. `regex`: matched by the
+    whole answer. `choice`: one of these texts. `grammar`: Lark, or EBNF in llama.cpp's form. `structural_tag`: free
+    text in which what begins with a `trigger` follows a schema, {"structures": [{"begin", "schema", "end"}, ...],
+    "triggers": [...]} as in vLLM, a table or a text. Raises ValueError naming the field.
+    """
+
+    json: str | bool | Mapping[str, object] | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | Mapping[str, object] | None = None
+    disable_any_whitespace: bool = False
+    """JSON without spaces and line breaks between its parts."""
+    whitespace_pattern: str | None = None
+    """JSON with what this regex matches between its parts."""
+
+    def __post_init__(self) -> None:
+        given = [name for name in STRUCTURES if getattr(self, name) is not None]
+        if len(given) != 1:
+            _fail("structured_outputs", given or None, f"give exactly one of {', '.join(STRUCTURES)}")
+        for name in ("regex", "grammar", "whitespace_pattern"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, str) and value):
+                _fail(f"structured_outputs.{name}", value, "give a text that is not empty")
+        if self.json_object is not None and self.json_object is not True:
+            _fail("structured_outputs.json_object", self.json_object, "give true, or leave it out")
+        if self.choice is not None:
+            words = self.choice
+            if isinstance(words, str) or not words or not all(isinstance(word, str) and word for word in words):
+                _fail("structured_outputs.choice", words, "give a list of texts that are not empty")
+            if len(words) > MAX_CHOICES:
+                _fail("structured_outputs.choice", f"<{len(words)} texts>", f"at most {MAX_CHOICES} are told apart")
+            object.__setattr__(self, "choice", tuple(words))
+        if self.json is not None:
+            self.schema()
+        if self.structural_tag is not None:
+            self.tags()
+
+    @classmethod
+    def read(cls, value: object) -> StructuredOutputs | None:
+        """From a mapping of its fields, itself, or None. Unknown keys are an error that names them."""
+        if value is None or isinstance(value, cls):
+            return value
+        if not isinstance(value, Mapping):
+            _fail("structured_outputs", value, "give a table such as {'json': {...}} or {'regex': '...'}")
+        assert isinstance(value, Mapping)
+        known = {f.name for f in fields(cls)}
+        if unknown := sorted(set(value) - known, key=str):
+            raise ValueError(f"unknown keys {unknown} in structured_outputs: known are {sorted(known)}")
+        return cls(**value)  # type: ignore[arg-type]
+
+    @property
+    def kind(self) -> str:
+        """Which of the kinds it is."""
+        return next(name for name in STRUCTURES if getattr(self, name) is not None)
+
+    @property
+    def name(self) -> str:
+        """A short one, the same for the same structure: acceptance is learned by it."""
+        return f"{self.kind}:{hashlib.sha256(self.source().encode()).hexdigest()[:12]}"
+
+    def schema(self) -> object:
+        """The JSON schema, parsed."""
+        return _parsed("json", self.json, (Mapping, bool))
+
+    def tags(self) -> list[Mapping[str, Any]]:
+        """Of `structural_tag`: trigger, begin, schema and end of each."""
+        table = _parsed("structural_tag", self.structural_tag, (Mapping,))
+        assert isinstance(table, Mapping)
+        structures, triggers = table.get("structures"), table.get("triggers")
+        shape = 'give {"structures": [{"begin": TEXT, "schema": SCHEMA, "end": TEXT}, ...], "triggers": [TEXT, ...]}'
+        found: list[Mapping[str, Any]] = []
+        if not (isinstance(structures, list) and structures and isinstance(triggers, list) and triggers):
+            _fail("structured_outputs.structural_tag", table, shape)
+        for tag in structures:  # type: ignore[union-attr]
+            if not isinstance(tag, Mapping) or not isinstance(tag.get("begin"), str) or "schema" not in tag:
+                _fail("structured_outputs.structural_tag", tag, shape)
+            begins = [word for word in triggers if isinstance(word, str) and word and tag["begin"].startswith(word)]  # type: ignore[union-attr]
+            if not begins:
+                _fail("structured_outputs.structural_tag", tag["begin"], "each begin must start with a trigger")
+            end = tag.get("end", "")
+            if not isinstance(end, str):
+                _fail("structured_outputs.structural_tag", tag, shape)
+            found.append({"trigger": begins[0], "begin": tag["begin"], "schema": tag["schema"], "end": end})
+        return found
+
+    def source(self) -> str:
+        """A text that tells it from others of its kind."""
+        value = getattr(self, self.kind)
+        if self.kind in ("json", "structural_tag") and isinstance(value, str):
+            value = json_text.loads(value)
+        body = value if isinstance(value, str) else json_text.dumps(value, default=_plain)
+        return body + (f" {self.disable_any_whitespace} {self.whitespace_pattern}" if "json" in self.kind else "")
+
+
+def _plain(value: object) -> object:
+    """Of mappings that are no dictionaries, for JSON."""
+    return dict(value) if isinstance(value, Mapping) else str(value)
+
+
+def _parsed(name: str, value: object, kinds: tuple[type, ...]) -> object:
+    if isinstance(value, str):
+        try:
+            value = json_text.loads(value)
+        except (ValueError, RecursionError) as error:
+            cure = f"it is no JSON ({error}); give a table, or JSON as a text"
+            _fail(f"structured_outputs.{name}", value if len(str(value)) < 80 else "<text>", cure)
+    if not isinstance(value, kinds):
+        _fail(f"structured_outputs.{name}", value, "give a table, or JSON as a text")
+    return value
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How one request is sampled. Names and meanings are those of vLLM and of the OpenAI API.
@@ -112,11 +236,14 @@ class SamplingParams:
     skip_special_tokens: bool = True
     min_tokens_per_second: float | None = None
     """A floor that the engine tries to keep from the first token on, at the expense of others (docs/tuning.md)."""
+    structured_outputs: Mapping[str, object] | StructuredOutputs | None = None
+    """What the answer must look like: a table of the fields of StructuredOutputs. Read it with `structure`."""
     speculation: bool | Mapping[str, object] | RequestSpeculation = True
     """False switches it off; a table of the fields of RequestSpeculation says more. Read it with `control`."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "speculation", RequestSpeculation.read(self.speculation))
+        object.__setattr__(self, "structured_outputs", StructuredOutputs.read(self.structured_outputs))
         self._check_counts()
         self._check_shape_of_distribution()
         self._check_ends()
@@ -181,6 +308,12 @@ class SamplingParams:
         """How this request is sped up."""
         assert isinstance(self.speculation, RequestSpeculation)
         return self.speculation
+
+    @property
+    def structure(self) -> StructuredOutputs | None:
+        """What the answer must look like."""
+        assert self.structured_outputs is None or isinstance(self.structured_outputs, StructuredOutputs)
+        return self.structured_outputs
 
     @property
     def greedy(self) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -101,11 +102,45 @@ def _check_ids(name: str, ids: Iterable[int], *, num_valid: int) -> None:
             raise ValueError(f"{name} holds token id {token}: the vocabulary has ids 0 to {num_valid - 1}")
 
 
+class Constraint(Protocol):
+    """What a grammar says of one sequence (verify/grammar.Matcher)."""
+
+    def advance(self, token: int) -> None:
+        """One token more is committed."""
+        ...
+
+    def legal(self, tokens: Sequence[int]) -> int:
+        """How many of these may follow the committed ones."""
+        ...
+
+    def allowed(self, drafts: Sequence[int], *, rows: int) -> Tensor:
+        """(rows, V) bool: what may follow committed tokens and legal drafts, for the last `rows` prefixes of these."""
+        ...
+
+    def forced(self, drafts: Sequence[int], limit: int) -> list[int]:
+        """Up to `limit` tokens that spell what alone can follow the drafts."""
+        ...
+
+    def over(self, drafts: Sequence[int]) -> bool:
+        """Whether nothing can follow these legal drafts."""
+        ...
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing can follow the committed tokens."""
+        ...
+
+    @property
+    def fault(self) -> str | None:
+        """Why it can no longer be followed; None while it can."""
+        ...
+
+
 class RowSampler:
     """Everything random and everything remembered about the sampling of one sequence (`DraftRow.sampler`).
 
     `tokens` are prompt and output so far; `advance` is called for every token committed, so that the penalty counts
-    never see a rejected draft. `index` is the answer's number among the request's n.
+    never see a rejected draft. `index` is the answer's number among the request's n. `grammar` stands at the beginning.
     """
 
     def __init__(
@@ -117,16 +152,25 @@ class RowSampler:
         num_prompt: int,
         index: int = 0,
         noise: Noise | None = None,
+        grammar: Constraint | None = None,
     ) -> None:
+        assert grammar is None or len(tokens) == num_prompt, "a grammar begins with the answer"
+        self.grammar: Constraint | None = None
         self.params = params
         self.processors = processors
         self.noise = Noise.for_answer(params.seed, index=index) if noise is None else noise
         self._num_draft_draws = 0
         self.rebuild(tokens, num_prompt=num_prompt)
+        self.grammar = grammar
 
     @property
     def plain_greedy(self) -> bool:
         """The token is the argmax of the raw logits over the valid vocabulary."""
+        return self.grammar is None and self.legal_greedy
+
+    @property
+    def legal_greedy(self) -> bool:
+        """The token is the argmax of the raw logits over what the grammar, if there is one, allows."""
         return self.params.greedy and self.processors.idle
 
     def check(self, tokens: Sequence[int]) -> None:
@@ -152,6 +196,8 @@ class RowSampler:
     def advance(self, token: int) -> None:
         """One token more has been committed."""
         self._num_tokens += 1
+        if self.grammar is not None:
+            self.grammar.advance(token)
         if self.processors.penalised:
             column = self._column.setdefault(token, len(self._counts))
             if column == len(self._counts):
@@ -166,12 +212,15 @@ class RowSampler:
 
         `logits`: (R, W). Row i sees `tokens_before` (all committed tokens) and the drafts before it; with R <
         len(drafts) + 1 these are the *last* R rows, so a drafter passes one row and what it has drafted so far.
-        W is normally the vocabulary's size, but a drafter's may be padded differently. `allowed`: (R, W) bool, False
-        where a grammar forbids the token. Where min_tokens and bad_words would leave nothing, they yield.
+        W is normally the vocabulary's size, but a drafter's may be padded differently. `allowed`: (R, V) bool, False
+        where a grammar forbids the token; asked of the sequence's own where it is not given. Where min_tokens and
+        bad_words would leave nothing, they yield.
         """
         assert self._num_tokens == len(tokens_before), (self._num_tokens, len(tokens_before))
         assert 1 <= logits.shape[0] <= len(drafts) + 1, (tuple(logits.shape), len(drafts))
         rules = self.processors
+        if allowed is None and self.grammar is not None:
+            allowed = self.grammar.allowed(drafts, rows=logits.shape[0])
         if rules.idle and allowed is None and rules.num_valid >= logits.shape[1]:
             return logits.float()
         out = logits.to(torch.float32, copy=True)
@@ -182,7 +231,10 @@ class RowSampler:
             out[:, torch.tensor(ids, device=out.device, dtype=torch.long)] += torch.tensor(values, device=out.device)
         out[:, rules.num_valid :] = NEG_INF
         if allowed is not None:
-            out.masked_fill_(~allowed, NEG_INF)
+            allowed = allowed.to(out.device)
+            width = min(out.shape[1], allowed.shape[1])
+            out[:, :width].masked_fill_(~allowed[:, :width], NEG_INF)
+            out[:, width:] = NEG_INF
         if rules.min_tokens or rules.bad_words:
             self._mask(out, tokens_before, drafts)
         return out

@@ -24,7 +24,7 @@ class Fixed:
         self.name, self.survival, self.first, self.q = name, survival, first, None
         self.asked, self.observed, self.forgotten = [], [], []
 
-    def propose(self, rows, limits, *, floors=None, masks=None):
+    def propose(self, rows, limits, *, floors=None):
         self.asked.append([row.seq_id for row in rows])
         claims = [list(self.survival[:n]) for n in limits]
         return [

@@ -62,9 +62,11 @@ class Drafter(Protocol):
         limits: Sequence[int],
         *,
         floors: Sequence[float] | None = None,
-        masks: Sequence[Any] | None = None,
     ) -> list[Draft]:
         """One draft a row, of at most limits[i] tokens; empty where the limit is 0 or there is nothing to say.
+
+        Where the row's sampler has a grammar, tokens are drawn from the law that it leaves, and a guess ends before the
+        first that it forbids.
 
         A drafter that pays for each token stops row i *after* the token whose survival fell below floors[i] (a token
         once drawn is kept: dropping it for its own low probability would be biased).
@@ -94,7 +96,6 @@ class NoDrafter:
         limits: Sequence[int],
         *,
         floors: Sequence[float] | None = None,
-        masks: Sequence[Any] | None = None,
     ) -> list[Draft]:
         return [Draft(source=self.name) for _ in rows]
 

@@ -7,7 +7,6 @@ Shapes: R rows, D hidden, W draft vocabulary, V columns of the target's logits.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -56,7 +55,6 @@ class EagleDrafter:
         limits: Sequence[int],
         *,
         floors: Sequence[float] | None = None,
-        masks: Sequence[Any] | None = None,
     ) -> list[Draft]:
         floors = floors if floors is not None else [0.0] * len(rows)
         drafts = [Draft(source=self.name) for _ in rows]
@@ -80,7 +78,7 @@ class EagleDrafter:
             active = {i for i in active if len(drafts[i].tokens) < limits[i] and claims[i] >= floors[i]}
             if not active:
                 break
-            read = torch.tensor([drafts[i].tokens[-1] for i in able], device=self.device)
+            read = torch.tensor([(drafts[i].tokens or rows[i].tokens)[-1] for i in able], device=self.device)
         for i in able:
             if laws[i]:
                 drafts[i].q = torch.stack(laws[i])
@@ -137,7 +135,7 @@ class EagleDrafter:
             row, draft = rows[i], drafts[i]
             token, claim = ids[n], sure[n]
             if row.sampler is not None and not row.sampler.plain_greedy:
-                token, claim = draw_token(
+                drawn = draw_token(
                     row,
                     logits[n],
                     self.draft_ids,
@@ -145,6 +143,10 @@ class EagleDrafter:
                     drafted=draft.tokens,
                     laws=laws[i],
                 )
+                if drawn is None:
+                    active.discard(i)
+                    continue
+                token, claim = drawn
             claims[i] *= claim
             draft.tokens.append(token)
             draft.survival.append(claims[i])

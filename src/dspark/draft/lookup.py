@@ -10,6 +10,7 @@ from typing import Any
 from dspark.draft.acceptance import MATCH_BUCKETS, AcceptanceTable, Guess, bucket
 from dspark.draft.answer_store import AnswerStore
 from dspark.draft.base import DraftRow
+from dspark.draft.draw import cut_illegal
 from dspark.draft.occurrences import OccurrenceIndex
 from dspark.types import Draft, Verdict
 
@@ -94,11 +95,10 @@ class NgramDrafter:
         limits: Sequence[int],
         *,
         floors: Sequence[float] | None = None,
-        masks: Sequence[Any] | None = None,
     ) -> list[Draft]:
-        """One draft a row (see Drafter). Guesses cost nothing, so `floors` are not consulted; nor are `masks`: the
-        caller cuts a guess that breaks a grammar."""
-        return [self._propose(row, limit) for row, limit in zip(rows, limits, strict=True)]
+        """One draft a row (see Drafter), cut where it breaks a grammar. Guesses cost nothing, so `floors` are not
+        consulted."""
+        return [cut_illegal(row, self._propose(row, limit)) for row, limit in zip(rows, limits, strict=True)]
 
     def observe(self, rows: Sequence[DraftRow], verdicts: Sequence[Verdict | None], taps: Any = None) -> None:
         """Guesses are judged by the text itself (AcceptanceTable.settle); without one, nothing is indexed before it is
@@ -251,11 +251,10 @@ class SuffixDrafter:
         limits: Sequence[int],
         *,
         floors: Sequence[float] | None = None,
-        masks: Sequence[Any] | None = None,
     ) -> list[Draft]:
-        """One draft a row (see Drafter). Guesses cost nothing, so `floors` are not consulted; nor are `masks`: the
-        caller cuts a guess that breaks a grammar."""
-        return [self._propose(row, limit) for row, limit in zip(rows, limits, strict=True)]
+        """One draft a row (see Drafter), cut where it breaks a grammar. Guesses cost nothing, so `floors` are not
+        consulted."""
+        return [cut_illegal(row, self._propose(row, limit)) for row, limit in zip(rows, limits, strict=True)]
 
     def observe(self, rows: Sequence[DraftRow], verdicts: Sequence[Verdict | None], taps: Any = None) -> None:
         """Guesses are judged by the text itself (AcceptanceTable.settle); without one, nothing is indexed before it is

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dspark.draft.base import DraftRow
-from dspark.draft.draw import draw_token
+from dspark.draft.draw import FORCED_CLAIM, draw_token
 from dspark.model.batch import Span, pack
 from dspark.model.cache import KVCache
 from dspark.types import Draft, Verdict
@@ -35,10 +35,25 @@ class _Guess:
     draft: Draft
     laws: list[Tensor] = field(default_factory=list)
     claim: float = 1.0
+    stuck: bool = False
 
     @property
     def grows(self) -> bool:
-        return len(self.draft.tokens) < self.limit and self.claim >= self.floor
+        return not self.stuck and len(self.draft.tokens) < self.limit and self.claim >= self.floor
+
+    def force(self, vocab_size: int) -> None:
+        """Append what alone may follow, without asking the model. The law of such a token has it alone."""
+        sampler = self.row.sampler
+        if sampler is None or sampler.grammar is None:
+            return
+        for token in sampler.grammar.forced(self.draft.tokens, self.limit - len(self.draft.tokens)):
+            self.claim *= FORCED_CLAIM
+            self.draft.tokens.append(token)
+            self.draft.survival.append(self.claim)
+            if not self.row.params.greedy:
+                law = torch.zeros(vocab_size)
+                law[token] = 1.0
+                self.laws.append(law)
 
 
 class ModelDrafter:
@@ -71,7 +86,6 @@ class ModelDrafter:
         limits: Sequence[int],
         *,
         floors: Sequence[float] | None = None,
-        masks: Sequence[Any] | None = None,
     ) -> list[Draft]:
         floors = floors if floors is not None else [0.0] * len(rows)
         guesses = [
@@ -79,13 +93,18 @@ class ModelDrafter:
             for row, limit, floor in zip(rows, limits, floors)
         ]
         active = [guess for guess in guesses if guess.limit > 0 and self._open(guess, rows)]
+        for guess in active:
+            guess.force(self.vocab_size)
+        active = [guess for guess in active if guess.grows]
         while active:
             logits = self._forward(active)
             self._draw(active, logits)
+            for guess in active:
+                guess.force(self.vocab_size)
             active = [guess for guess in active if guess.grows]
         for guess in guesses:
             if guess.laws:
-                guess.draft.q = torch.stack(guess.laws)
+                guess.draft.q = torch.stack([law.to(guess.laws[-1].device) for law in guess.laws])
         return [guess.draft for guess in guesses]
 
     def observe(self, rows: Sequence[DraftRow], verdicts: Sequence[Verdict | None], taps: Any = None) -> None:
@@ -176,7 +195,7 @@ class ModelDrafter:
         for i, (guess, token, claim) in enumerate(zip(active, best.tolist(), confidence)):
             sampler = guess.row.sampler
             if sampler is not None and not sampler.plain_greedy:
-                token, claim = draw_token(
+                drawn = draw_token(
                     guess.row,
                     valid[i],
                     slice(valid.shape[1]),
@@ -184,6 +203,10 @@ class ModelDrafter:
                     drafted=guess.draft.tokens,
                     laws=guess.laws,
                 )
+                if drawn is None:
+                    guess.stuck = True
+                    continue
+                token, claim = drawn
             guess.claim *= claim
             guess.draft.tokens.append(token)
             guess.draft.survival.append(guess.claim)

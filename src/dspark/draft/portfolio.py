@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from dspark.draft.base import Drafter, DraftRow, Taps
 from dspark.types import Draft, Verdict
@@ -85,11 +85,10 @@ class Portfolio:
         limits: Sequence[int],
         *,
         floors: Sequence[float] | None = None,
-        masks: Sequence[Any] | None = None,
     ) -> list[Draft]:
         drafts = [Draft(source=self.name) for _ in rows]
         if self.lookup is not None:
-            drafts = self.lookup.propose(rows, limits, floors=floors, masks=masks)
+            drafts = self.lookup.propose(rows, limits, floors=floors)
         judged = [self.survival(row.seq_id, draft.source, draft.survival) for row, draft in zip(rows, drafts)]
         chosen = self._rows_to_ask(rows, limits, judged)
         if chosen:
@@ -217,7 +216,7 @@ class _Prospect:
 
 
 def _is_greedy(row: DraftRow) -> bool:
-    return row.sampler is None or row.sampler.plain_greedy
+    return row.sampler is None or row.sampler.legal_greedy
 
 
 def _kind(judged: Sequence[float]) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dspark.draft.base import DraftRow, Taps
 from dspark.draft.block import BlockRunner
-from dspark.draft.draw import draw_token
+from dspark.draft.draw import cut_illegal, draw_token
 from dspark.heads.rope import rope_tables
 from dspark.heads.semi_ar import SemiAutoregressiveHead
 from dspark.model.cache import KVCache
@@ -84,7 +84,6 @@ class SemiAutoregressiveDrafter:
         limits: Sequence[int],
         *,
         floors: Sequence[float] | None = None,
-        masks: Sequence[Any] | None = None,
     ) -> list[Draft]:
         """See Drafter. `floors` are not consulted: a block costs the same whatever is kept of it."""
         drafts = [Draft(source=self.name) for _ in rows]
@@ -99,12 +98,16 @@ class SemiAutoregressiveDrafter:
         logits, hidden = self._run([job.row for job in jobs])
         if self.padding is not None:
             logits[..., self.padding] = -torch.inf
-        greedy = [n for n, job in enumerate(jobs) if job.row.sampler is None or job.row.sampler.plain_greedy]
+        greedy = [n for n, job in enumerate(jobs) if job.row.sampler is None or job.row.sampler.legal_greedy]
         if greedy:
             self._draft_greedily(jobs, greedy, logits, hidden, drafts)
         for n, job in enumerate(jobs):
-            if n not in greedy:
-                self._draft_sampled(job, logits[n], hidden[n], drafts[job.index])
+            draft = drafts[job.index]
+            if n in greedy:
+                # Up to the first token that a grammar forbids, the likeliest and the likeliest legal are the same.
+                drafts[job.index] = draft = cut_illegal(job.row, draft)
+            if len(draft.tokens) < job.limit:
+                self._draft_by_law(job, logits[n], hidden[n], draft)
         return drafts
 
     def observe(self, rows: Sequence[DraftRow], verdicts: Sequence[Verdict | None], taps: Taps | None = None) -> None:
@@ -164,27 +167,32 @@ class SemiAutoregressiveDrafter:
             drafts[job.index].survival = alive[: job.limit]
 
     @torch.no_grad()
-    def _draft_sampled(self, job: _Job, logits: Tensor, hidden: Tensor, draft: Draft) -> None:
-        """Token by token: logits (B, W) and hidden (B, D) of the row."""
+    def _draft_by_law(self, job: _Job, logits: Tensor, hidden: Tensor, draft: Draft) -> None:
+        """Token by token, behind those that the draft has: logits (B, W) and hidden (B, D) of the row."""
         head, row = self.head, job.row
         hidden = hidden.to(head.dtype)
         previous = torch.tensor([row.tokens[-1]], device=self.device)
         state = None if head.markov_head is None else head.markov_head.start(1, hidden)
         laws: list[Tensor] = []
-        claim = 1.0
+        claim = draft.survival[-1] if draft.survival else 1.0
         for j in range(job.limit):
             at = hidden[j : j + 1]
+            known = draft.tokens[j] if j < len(draft.tokens) else None
             words = logits[j]
             if head.markov_head is not None:
                 assert state is not None
                 state, bias = head.markov_head.step(state, previous, at)
                 words = words + bias[0].float()
+            if known is not None:
+                previous = torch.tensor([known], device=self.device)
+                continue
             sure = None
             if head.confidence_head is not None:
                 sure = float(torch.sigmoid(head.confidence(at, previous)[0] / float(self.temperatures[j])))
-            token, top = draw_token(
-                row, words, self.draft_ids, vocab_size=self.vocab_size, drafted=draft.tokens, laws=laws
-            )
+            drawn = draw_token(row, words, self.draft_ids, vocab_size=self.vocab_size, drafted=draft.tokens, laws=laws)
+            if drawn is None:
+                break
+            token, top = drawn
             claim *= top if sure is None else sure
             draft.tokens.append(token)
             draft.survival.append(claim)

@@ -56,6 +56,8 @@ class AsyncLLM:
         Raises ValueError for a request that cannot be done, RuntimeError when the engine has stopped.
         """
         self._check_alive()
+        params = params or SamplingParams()
+        await asyncio.to_thread(self.llm.requests.prepare, params)
         loop = asyncio.get_running_loop()
         outputs: asyncio.Queue[RequestOutput | BaseException] = asyncio.Queue()
 
@@ -64,7 +66,7 @@ class AsyncLLM:
                 loop.call_soon_threadsafe(outputs.put_nowait, output)
 
         box: list[Group] = []
-        self.inbox.put(lambda: self._start(prompt, params or SamplingParams(), priority, deliver, box))
+        self.inbox.put(lambda: self._start(prompt, params, priority, deliver, box))
         self._check_alive()  # again: the engine may have stopped since, and then nobody would answer
         finished = False
         try:

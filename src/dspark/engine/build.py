@@ -31,6 +31,7 @@ from dspark.plan.cost import PacedTable, StepCost
 from dspark.plan.history import History
 from dspark.plan.length import PolicyInputs, build_policies
 from dspark.plan.pace import Pace
+from dspark.verify.grammar import GrammarCompiler
 
 Progress = Callable[[str, int, int], None]
 CPU_CACHE_SHARE = 0.25
@@ -59,6 +60,7 @@ class Target:
     costs: dict[tuple, PassCost] = field(default_factory=dict)
     drafts: dict[tuple, Target] = field(default_factory=dict)
     heads: dict[str, Any] = field(default_factory=dict)
+    _grammars: GrammarCompiler | None = None
 
     def __post_init__(self) -> None:
         loaded = self._load()
@@ -108,6 +110,17 @@ class Target:
                 fresh=fresh,
             )
         return self.costs[key]
+
+    def grammars(self, *, width: int) -> GrammarCompiler:
+        """The compiler of grammars over this model's tokens. `width`: columns of the logits."""
+        if self._grammars is None:
+            self._grammars = GrammarCompiler(
+                self.tokenizer.hf,
+                width=width,
+                eos_token_ids=self.facts.eos_token_ids,
+                token_bytes=self.tokenizer.token_bytes,
+            )
+        return self._grammars
 
     def draft(self, name: str) -> Target:
         """The draft model of that name, beside this target."""

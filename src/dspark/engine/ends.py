@@ -70,11 +70,20 @@ class StopWatcher:
         return longest
 
 
-def append_token(seq: Sequence, token: int, *, watcher: StopWatcher, eos_token_ids: Seq[int], max_context: int) -> bool:
-    """Emit one token; True when the answer ends with it.
+def append_token(
+    seq: Sequence,
+    token: int,
+    *,
+    watcher: StopWatcher,
+    eos_token_ids: Seq[int],
+    max_context: int,
+    complete: bool = False,
+) -> bool:
+    """Emit one token; True when the answer ends with it. `complete`: with this token nothing more can follow in the
+    answer's grammar.
 
     Order of ends at one token: a stop token (its text is not part of the answer, its id is), then a stop string, then
-    the length. A stop exactly at the budget is a stop.
+    the grammar, whatever min_tokens says, then the length. A stop exactly at the budget is a stop.
     """
     params = seq.params
     seq.tokens.append(token)
@@ -87,6 +96,9 @@ def append_token(seq: Sequence, token: int, *, watcher: StopWatcher, eos_token_i
     word = watcher.push(seq, token, may_stop=may_stop)
     if word is not None:
         seq.finish_reason, seq.stop_reason = "stop", word
+        return True
+    if complete:
+        seq.finish_reason, seq.stop_reason = "stop", watcher.finish(seq, may_stop=may_stop)
         return True
     if seq.num_output == params.max_tokens or len(seq.tokens) >= max_context:
         seq.stop_reason = watcher.finish(seq, may_stop=may_stop)

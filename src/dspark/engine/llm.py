@@ -28,6 +28,7 @@ from dspark.plan.guard import GuardedPolicy
 from dspark.plan.length import LengthPolicy
 from dspark.sampling import Processors, RowSampler
 from dspark.types import CompletionOutput, Request, RequestOutput, RowStep, Sequence, StepStats
+from dspark.verify.grammar import GrammarCompiler
 
 Prompt = str | Seq[int]
 Message = Mapping[str, Any]
@@ -225,7 +226,7 @@ class RequestMaker:
 
     def make(self, prompt: Prompt, params: SamplingParams, *, priority: int = 0) -> Request:
         """A checked request. Raises ValueError for an empty prompt, an unknown token id, a prompt that leaves no room
-        in the context, or a policy that the engine does not have."""
+        in the context, a grammar that cannot be followed, or a policy that the engine does not have."""
         facts, tokenizer = self.target.facts, self.target.tokenizer
         text = prompt if isinstance(prompt, str) else None
         try:
@@ -241,6 +242,7 @@ class RequestMaker:
                 f"the prompt has {len(ids)} tokens and the context holds {self.engine.max_context}: "
                 "shorten the prompt, or raise max_model_len or cache_gib where the model allows it"
             )
+        self.prepare(params)
         policies = self.engine.speculator.policies
         if (policy := params.control.policy) is not None and policy not in policies:
             unmeasured = " (adaptive needs an engine that started with it, as it measures costs)"
@@ -262,6 +264,17 @@ class RequestMaker:
             priority=priority,
         )
 
+    def prepare(self, params: SamplingParams) -> None:
+        """What takes long: compile the grammar, unless it is known. May be called on any thread, before `make`, so that
+        the engine's need not wait. Raises ValueError naming what in the grammar cannot be followed."""
+        if params.structure is not None:
+            self.grammars.compile(params.structure)
+
+    @property
+    def grammars(self) -> GrammarCompiler:
+        """Shared by the engines over a target."""
+        return self.target.grammars(width=self.engine.runner.vocab_size)
+
     def sequences(self, request: Request) -> list[Sequence]:
         """The n sequences of a request, queued in the engine."""
         params = request.params
@@ -273,7 +286,13 @@ class RequestMaker:
             prompt = request.prompt_token_ids
             seq = Sequence(id=next(self.ids), request=request, index=index, tokens=list(prompt), num_prompt=len(prompt))
             sampler = RowSampler(
-                params, processors, tokens=prompt, num_prompt=len(prompt), index=index, noise=self._noise(params, index)
+                params,
+                processors,
+                tokens=prompt,
+                num_prompt=len(prompt),
+                index=index,
+                noise=self._noise(params, index),
+                grammar=self.grammars.matcher(params.structure) if params.structure is not None else None,
             )
             watcher = StopWatcher(
                 self.target.tokenizer.stream(skip_special_tokens=params.skip_special_tokens, prompt_ids=prompt),

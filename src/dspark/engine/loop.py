@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from dspark.draft.base import DraftRow, Taps
+from dspark.draft.draw import with_forced
 from dspark.engine.ends import StopWatcher, append_token
 from dspark.engine.scheduler import Scheduler, Work
 from dspark.engine.speculator import RowPlan, Speculator
 from dspark.engine.totals import Clock, EngineTotals
-from dspark.law import largest
+from dspark.law import largest, largest_allowed
 from dspark.model.batch import Packed, Span, pack
 from dspark.model.cache import KVCache
 from dspark.sampling import RowSampler, packed_laws, raw_logprobs
@@ -159,9 +160,9 @@ class Engine:
             proposals = self.speculator.drafter.propose(
                 [row.draft_row() for row in rows], limits, floors=[row.plan.limit.floor for row in rows]
             )
-            for i, limit, proposal in zip(chosen, limits, proposals):
-                assert len(proposal.tokens) <= limit and len(proposal.survival) == len(proposal.tokens)
-                drafts[i] = proposal
+            for i, row, limit, proposal in zip(chosen, rows, limits, proposals):
+                drafts[i] = with_forced(row.sampler, proposal, limit)
+                assert len(drafts[i].tokens) <= limit and len(drafts[i].survival) == len(drafts[i].tokens)
         return drafts
 
     def _plan(self, works: list[Work], drafts: list[Draft]) -> list[Draft]:
@@ -188,8 +189,13 @@ class Engine:
         ranges = self._logit_ranges(works, kept)
         for i, (_, stop) in enumerate(ranges):
             if works[i].samples:
-                if self.rows[works[i].seq.id].sampler.plain_greedy:
-                    verdicts[i] = accept_greedy(best[stop - 1 - len(kept[i].tokens) : stop], kept[i])
+                sampler, start = self.rows[works[i].seq.id].sampler, stop - 1 - len(kept[i].tokens)
+                if sampler.legal_greedy:
+                    choice = best[start:stop]
+                    if sampler.grammar is not None:
+                        allowed = sampler.grammar.allowed(kept[i].tokens, rows=stop - start)
+                        choice = largest_allowed(logits[start:stop], choice, allowed)
+                    verdicts[i] = accept_greedy(choice, kept[i])
                 else:
                     drawn.append(i)
         if drawn:
@@ -267,9 +273,19 @@ class Engine:
         now = time.perf_counter()
         for token in verdict.tokens:
             row.sampler.advance(token)
+            grammar = row.sampler.grammar
             ended = append_token(
-                seq, token, watcher=row.watcher, eos_token_ids=self.eos_token_ids, max_context=self.max_context
+                seq,
+                token,
+                watcher=row.watcher,
+                eos_token_ids=self.eos_token_ids,
+                max_context=self.max_context,
+                complete=grammar is not None and grammar.ended,
             )
+            if grammar is not None and grammar.fault is not None and not ended:
+                seq.finish_reason, seq.stop_reason = "error", grammar.fault
+                row.watcher.finish(seq, may_stop=False)
+                ended = True
             if ended:
                 seq.finish_time = now
                 break

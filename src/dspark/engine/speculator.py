@@ -84,7 +84,10 @@ class Speculator:
         """A sequence comes in; `drafts`: whether it may ever draft, so that its class is worth finding."""
         if drafts:
             prompt = sketch(seq.tokens[: seq.num_prompt])
-            seq.prompt_class = self.history.begin(seq.id, task=seq.params.control.task, sketch=prompt)
+            task = seq.params.control.task
+            if task is None and seq.params.structure is not None:
+                task = seq.params.structure.name  # answers of one schema are alike, whatever is asked
+            seq.prompt_class = self.history.begin(seq.id, task=task, sketch=prompt)
         name = seq.params.control.policy or self.policy
         return RowPlan(name=name, policy=self.policies[name])
 
