@@ -103,17 +103,21 @@ class StructuredOutputs:
     """JSON without spaces and line breaks between its parts."""
     whitespace_pattern: str | None = None
     """JSON with what this regex matches between its parts."""
+    after: str | None = None
+    """Free text goes before, up to this marker, such as "</think>": the structure begins right behind it."""
 
     def __post_init__(self) -> None:
         given = [name for name in STRUCTURES if getattr(self, name) is not None]
         if len(given) != 1:
             _fail("structured_outputs", given or None, f"give exactly one of {', '.join(STRUCTURES)}")
-        for name in ("regex", "grammar", "whitespace_pattern"):
+        for name in ("regex", "grammar", "whitespace_pattern", "after"):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, str) and value):
                 _fail(f"structured_outputs.{name}", value, "give a text that is not empty")
         if self.json_object is not None and self.json_object is not True:
             _fail("structured_outputs.json_object", self.json_object, "give true, or leave it out")
+        if self.after is not None and self.kind in ("grammar", "structural_tag"):
+            _fail("structured_outputs.after", self.after, f"write it into the {self.kind} itself")
         if self.choice is not None:
             words = self.choice
             if isinstance(words, str) or not words or not all(isinstance(word, str) and word for word in words):
@@ -147,7 +151,7 @@ class StructuredOutputs:
     @property
     def name(self) -> str:
         """A short one, the same for the same structure: acceptance is learned by it."""
-        return f"{self.kind}:{hashlib.sha256(self.source().encode()).hexdigest()[:12]}"
+        return f"{self.kind}:{hashlib.sha256(self.key().encode()).hexdigest()[:12]}"
 
     def schema(self) -> object:
         """The JSON schema, parsed."""
@@ -175,12 +179,17 @@ class StructuredOutputs:
         return found
 
     def source(self) -> str:
-        """A text that tells it from others of its kind."""
+        """What is to be followed, as one text."""
         value = getattr(self, self.kind)
         if self.kind in ("json", "structural_tag") and isinstance(value, str):
             value = json_text.loads(value)
         body = value if isinstance(value, str) else json_text.dumps(value, default=_plain)
-        return body + (f" {self.disable_any_whitespace} {self.whitespace_pattern}" if "json" in self.kind else "")
+        return body
+
+    def key(self) -> str:
+        """A text that tells it from all others."""
+        shape = (self.kind, self.source(), self.disable_any_whitespace, self.whitespace_pattern, self.after)
+        return json_text.dumps(shape)
 
 
 def _plain(value: object) -> object:

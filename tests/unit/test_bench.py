@@ -14,12 +14,14 @@ from types import SimpleNamespace
 import pytest
 
 from dspark.bench import command
+from dspark.bench.command import with_history
 from dspark.bench.data import load_rows
 from dspark.bench.harness import Answer, BenchSettings, EngineParticipant, run_bench
 from dspark.bench.report import json_lines, markdown_report, text_report
 from dspark.bench.summary import ALL, MEAN, summarise
 from dspark.bench.variants import parse_variant, parse_variants
 from dspark.config import EngineConfig
+from dspark.plan.history import History
 from dspark.provenance import command_line, git_state, scrub
 from dspark.types import CompletionOutput, RequestOutput, SpeculationRecord, TokenLogprob
 
@@ -321,7 +323,11 @@ def test_exact_check_fails_on_any_difference_in_exact_mode_only(tmp_path, monkey
         (["--concurrency", "2,2"], "named twice"),
         (["--rate", "-1"], "above 0"),
         (["--rate", "1", "--burstiness", "0"], "burstiness"),
-        (["--slo", "ttft=1"], "for goodput under a load"),
+        (["--slo", "ttft=1"], "are for a load"),
+        (["--floor", "2@50"], "are for a load"),
+        (["--floor", "two@50", "--rate", "1"], "no number: give N@TOKENS_PER_SECOND"),
+        (["--floor", "0@50", "--rate", "1"], "no floor: give N@TOKENS_PER_SECOND"),
+        (["--history", "/absent.json"], "absent.json"),
         (["--slo", "speed=1", "--rate", "1"], "ttft=SECONDS"),
         (["--slo", "tpot=0", "--rate", "1"], "ttft=SECONDS"),
         (["--concurrency", "50"], "50 clients for"),
@@ -333,6 +339,16 @@ def test_bad_options_are_one_line(tmp_path, monkeypatch, words, message):
     with pytest.raises(ValueError, match=message) as caught:
         run_command(tmp_path, monkeypatch, *words)
     assert "\n" not in str(caught.value)
+
+
+def test_a_history_is_for_the_adaptive_variants(tmp_path):
+    path = str(tmp_path / "h.json")
+    History().save(path)
+    variants = with_history(parse_variants("suffix,ngram:fixed,dspark"), path)
+    assert [(v.name, v.speculation.history) for v in variants] == [
+        ("none", None), ("suffix", path), ("ngram:fixed", None), ("dspark", path),
+    ]  # fmt: skip
+    assert with_history(variants, None) == variants
 
 
 def test_the_parser_loads_nothing_heavy():

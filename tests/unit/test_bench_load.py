@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
+from dataclasses import replace
 
 import pytest
 
@@ -14,7 +15,16 @@ from dspark.bench.data import PromptRow
 from dspark.bench.harness import BenchSettings
 from dspark.bench.load import LoadRun, Served, run_load
 from dspark.bench.load_report import load_lines, load_page, load_text, plot_load
-from dspark.bench.load_summary import Slo, gaps, steady_throughput, summarise_load, time_per_token, time_to_first
+from dspark.bench.load_summary import (
+    Slo,
+    floor_held,
+    gaps,
+    seconds_held,
+    steady_throughput,
+    summarise_load,
+    time_per_token,
+    time_to_first,
+)
 from dspark.bench.variants import parse_variants
 from dspark.types import SpeculationRecord
 from tests.tiny_folder import tiny_folder
@@ -42,6 +52,8 @@ def test_loads_are_read_from_lists():
     loads = parse_loads("1, 8", "0.5,inf", burstiness=0.5)
     assert [load.name for load in loads] == ["1", "8", "0.5/s", "inf/s"]
     assert loads[2].burstiness == 0.5 and not parse_loads(None, "", burstiness=1.0)
+    with_floors = parse_loads("8", "2", burstiness=1.0, floor="2@40")
+    assert [load.name for load in with_floors] == ["8", "8 (2 at 40/s)", "2/s", "2/s (2 at 40/s)"]
     with pytest.raises(ValueError, match="closed .* or open"):
         Load(concurrency=1, rate=1.0)
 
@@ -65,11 +77,29 @@ def test_every_request_is_answered_once_and_the_text_is_the_same(llm, load):
     assert all(len(found) == 1 for found in lengths.values())
 
 
+def test_so_many_of_the_running_requests_have_a_floor(llm):
+    load = Load(concurrency=3, num_floors=2, floor=1.0)
+    result = run_load(llm, parse_variants("none"), ROWS, loads=[load], settings=BenchSettings(max_tokens=12, repeat=1))
+    (run,) = result.runs
+    asked = [entry for entry in run.served if entry.floor is not None]
+    assert {entry.floor for entry in asked} == {1.0} and 2 <= len(asked) < len(ROWS)
+    for time in [entry.came for entry in run.served]:
+        assert sum(entry.came <= time < entry.deliveries[-1][0] for entry in asked) <= 2
+
+
 def served(row, came, deliveries, *, verified=0):
     record = SpeculationRecord()
     for _, count in deliveries:
         record.add(drafted=verified, verified=verified, accepted=min(verified, count - 1), emitted=count)
     return Served(row=row, came=came, deliveries=deliveries, num_prompt=3, record=record)
+
+
+def test_a_second_is_held_by_the_tokens_that_came_in_it():
+    entry = served(0, 0.0, [(1.0, 1), (1.5, 2), (2.5, 1), (3.0, 3), (3.9, 1)])
+    assert seconds_held(entry, 3) == [True, False], "from 1 to 2 came 3, from 2 to 3 one; the rest is no whole second"
+    told = replace(served(1, 0.0, [(0.0, 1), (0.9, 4), (1.0, 1)]), floor=5.0)
+    assert floor_held([entry, told], 5.0) == 1.0 and floor_held([entry], 3.0) == 0.5
+    assert floor_held([entry], 0.0) is None and floor_held([], 3.0) is None
 
 
 def test_figures_are_those_of_their_formulas(tmp_path):

@@ -187,6 +187,34 @@ def test_compiled_grammars_are_kept_and_told_apart(compiler):
     assert one.name == same.name != tight.name and one.name.startswith("json:")
 
 
+@pytest.mark.parametrize(
+    ("fields", "good", "bad"),
+    (
+        ({"json": {"enum": [1, 2]}}, "1", "3"),
+        ({"json": {"const": {"a": 1}}, "disable_any_whitespace": True}, '{"a":1}', '{"a": 1}'),
+        ({"regex": "a/b+"}, "a/bb", "a/c"),
+        ({"choice": ["yes", "no"]}, "no", "nil"),
+    ),
+)
+@pytest.mark.parametrize("marker", ("</think>", "***", "<|end|>"))
+def test_a_structure_begins_right_behind_a_marker(tmp_path, fields, good, bad, marker):
+    """A text, some of whose signs mean something in a regex, or a token that no text spells; before it all is free."""
+    tokenizer = Tokenizer(tiny_folder(tmp_path))
+    tokenizer.hf.add_special_tokens({"additional_special_tokens": ["<|end|>"]})
+    compiler = GrammarCompiler(tokenizer.hf, width=265, eos_token_ids=[256], token_bytes=tokenizer.token_bytes)
+    wanted = StructuredOutputs(**fields, after=marker)
+    free = tokenizer.encode('Let me think: {"a" </thin **\n 7 ')
+    end = tokenizer.encode(marker)
+    matcher = compiler.matcher(wanted)
+    for text, legal in ((good, len(good)), (bad, None)):
+        tokens = [*free, *end, *tokenizer.encode(text)]
+        found = matcher.legal(tokens)
+        assert found == len(tokens) if legal is not None else len(free) + len(end) <= found < len(tokens)
+    assert wanted.name != StructuredOutputs(**fields).name
+    with pytest.raises(ValueError, match="into the grammar itself"):
+        StructuredOutputs(grammar='start: "a"', after=marker)
+
+
 @pytest.mark.parametrize("regex", ("((a{1,500}){1,500}){1,500}b", "(a|b)*a(a|b){300}c", "(a|aa|aaa)*(a|aa)*b"))
 def test_a_regex_that_would_explode_is_followed_or_refused(compiler, tokenizer, regex):
     """As it is compiled, not in the middle of an answer."""

@@ -357,3 +357,30 @@ def test_heuristic_length_is_the_rule_of_transformers():
     policy.forget(1)
     assert policy.limit(features()).max_tokens == 5
     assert policies(max_tokens=3)["heuristic"].limit(features()).max_tokens == 3
+
+
+def test_rows_that_rest_are_asked_again_once_there_are_fewer_and_no_row_pays_for_a_cliff():
+    """Among 32 rows one more costs as much as ten, as the curve has a cliff there; a draft a row costs a third more."""
+    cliff = CostTable([(1, 1.0), (32, 1.6), (33, 2.1), (64, 2.2)])
+
+    def policy():
+        return AdaptiveLength(
+            max_tokens=4, target_cost=cliff, foresee=lambda seq_id, k: [0.5] * k, asking=lambda: 0.002
+        )
+
+    def serve(policy, rows, *, accepted):
+        asked = 0
+        policy.begin([Features(seq_id=0, num_rows=rows, step=1, room=4)])
+        for _ in range(200):
+            limit = policy.limit(Features(seq_id=0, num_rows=rows, step=1, room=4))
+            if limit.max_tokens:
+                asked += 1
+                policy.update(0, num_verified=1, num_accepted=accepted)
+        return asked
+
+    good, poor = policy(), policy()
+    assert serve(good, 32, accepted=1) == 200, "half a token more than its part of the price"
+    assert serve(poor, 32, accepted=0) < 30
+    before = poor.worth[0]
+    poor.begin([Features(seq_id=0, num_rows=20, step=1, room=4)])
+    assert poor.limit(Features(seq_id=0, num_rows=20, step=1, room=4)).max_tokens and poor.worth[0] > before

@@ -9,6 +9,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +54,10 @@ def _add_subject(add: Callable[..., Any]) -> None:
         "or heads, each with :int8 :int4 :fixed :adaptive :exact and @k after it, such as suffix@6 or NAME:int4@4 "
         "(%(default)s)"
     )
+    history = (
+        "what was learned of acceptance from other prompts (LLM.save_history, dspark profile --history): the variants "
+        "of policy adaptive start with it"
+    )
     peer = (
         "also measure transformers: generate, prompt lookup, and assisted generation with the first draft model; "
         "hf-plain: generate alone"
@@ -60,6 +65,7 @@ def _add_subject(add: Callable[..., Any]) -> None:
     add("--model", default=DEFAULT_MODEL, help="target: a registered name, folder, GGUF file or hub id (%(default)s)")
     add("--data", nargs="+", default=[DEFAULT_DATA], metavar="PATH", help=paths)
     add("--drafts", default=DEFAULT_DRAFTS, metavar="LIST", help=drafts)
+    add("--history", metavar="FILE", help=history)
     add("--peer", action="append", choices=PEERS, default=[], help=peer)
     add("--tasks", metavar="LIST", help="only these tasks, comma-separated")
     add("--per-task", type=int, metavar="N", help="the first N prompts of each task (all)")
@@ -114,7 +120,7 @@ def run(args: argparse.Namespace, *, progress: Progress | None = None, argv: Seq
     from dspark.bench.harness import BenchSettings
     from dspark.bench.variants import parse_variants
 
-    variants = parse_variants(args.drafts)  # cheap checks before a model is loaded
+    variants = with_history(parse_variants(args.drafts), args.history)  # cheap checks before a model is loaded
     settings = BenchSettings(max_tokens=args.max_tokens, temperature=args.temperature, repeat=args.repeat)
     settings.params(0)
     loads = parse_loads(args.concurrency, args.rate, burstiness=args.burstiness, floor=args.floor)
@@ -137,6 +143,21 @@ def run(args: argparse.Namespace, *, progress: Progress | None = None, argv: Seq
     if loads:
         return _run_loads(args, llm, variants, rows, loads, settings=settings, slo=slo, argv=argv)
     return _run_stream(args, llm, variants, rows, settings=settings, argv=argv, progress=progress)
+
+
+def with_history(variants: Sequence[Variant], path: str | None) -> list[Variant]:
+    """The same, those of policy adaptive with a history. Raises ValueError where the file is none."""
+    if path is None:
+        return list(variants)
+    from dspark.plan.history import History
+
+    History.load(path)
+    return [
+        replace(variant, speculation=replace(variant.speculation, history=path))
+        if variant.speculation.policy == "adaptive" and not variant.plain
+        else variant
+        for variant in variants
+    ]
 
 
 def parse_slo(text: str | None) -> Slo:

@@ -7,6 +7,7 @@ import argparse
 import dataclasses
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from dspark.config import OBJECTIVES, POLICIES, Config, SpeculationConfig, load_config, speculation_config
@@ -96,6 +97,8 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--ignore-eos", action="store_true", default=None, help="go on after end-of-text")
     group.add_argument("-n", type=int, metavar="N", help="number of answers")
     group.add_argument("--logprobs", type=int, metavar="N", help="log-probabilities of the N best tokens (with --json)")
+    group.add_argument("--json-schema", metavar="FILE", help="answer with JSON under a schema: a file, or JSON itself")
+    group.add_argument("--regex", metavar="REGEX", help="answer with what this matches as a whole")
     group.add_argument("--params", metavar="JSON", help='any other field, such as \'{"logit_bias": {"11": -5}}\'')
 
 
@@ -122,10 +125,30 @@ def read_params(args: argparse.Namespace) -> SamplingParams:
         value = getattr(args, "stop_token_id" if name == "stop_token_ids" else name, None)
         if value is not None:
             values[name] = value
+    if (structure := _structure(args)) is not None:
+        if "structured_outputs" in values:
+            raise ValueError("--params holds structured_outputs: leave --json-schema and --regex out")
+        values["structured_outputs"] = structure
     params = SamplingParams.from_dict(values)
     if getattr(args, "task", None) is not None:
         params = dataclasses.replace(params, speculation=dataclasses.replace(params.control, task=args.task))
     return params
+
+
+def _structure(args: argparse.Namespace) -> Mapping[str, Any] | None:
+    schema, regex = getattr(args, "json_schema", None), getattr(args, "regex", None)
+    if schema is not None and regex is not None:
+        raise ValueError("--json-schema and --regex ask for different answers: give one of them")
+    if regex is not None:
+        return {"regex": regex}
+    if schema is None:
+        return None
+    if not schema.lstrip().startswith(("{", "true", "false")):
+        try:
+            schema = Path(schema).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"--json-schema {schema!r} cannot be read ({error}): give a file or JSON") from None
+    return {"json": schema}
 
 
 def parse_json_object(text: str, *, option: str) -> Mapping[str, Any]:

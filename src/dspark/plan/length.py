@@ -18,6 +18,8 @@ FIRST_WORTH = 0.5
 """Tokens that a step with drafts is taken to bring a request before anything is known, and by which a new one is
 thought better than others lately were: it must be tried to be known."""
 WORTH_RATE, TYPICAL_RATE = 0.1, 0.005
+EMPTIER = 0.75
+"""Of the rows among which a row began to rest: with as few or fewer it is tried anew."""
 FIRST_HEURISTIC = 5
 MOST_CERTAIN = 0.9
 
@@ -167,6 +169,7 @@ class AdaptiveLength:
     idle: dict[int, int] = field(default_factory=dict)
     worth: dict[int, float] = field(default_factory=dict)
     rests: dict[int, int] = field(default_factory=dict)
+    rested_among: dict[int, int] = field(default_factory=dict)
     typical: float = 0.0
     num_rows: int = 1
     plain: float = 1.0
@@ -214,9 +217,16 @@ class AdaptiveLength:
         worth = self.worth.get(seq_id)
         if worth is None:
             worth = self.worth[seq_id] = max(0.0, self.typical) + FIRST_WORTH
+        if self.num_rows <= EMPTIER * self.rested_among.get(seq_id, 0):
+            # What was not worth its place among many may be among fewer.
+            worth = self.worth[seq_id] = max(worth, FIRST_WORTH)
         num_rests = self.rests.get(seq_id, 0) + 1
         rests = worth * weight < self.least_worth and num_rests < PROBE_EVERY
         self.rests[seq_id] = num_rests if rests else 0
+        if not rests:
+            self.rested_among.pop(seq_id, None)
+        else:
+            self.rested_among.setdefault(seq_id, self.num_rows)
         return rests
 
     def _is_due(self, idle: int) -> bool:
@@ -231,12 +241,14 @@ class AdaptiveLength:
         if (worth := self.worth.get(seq_id)) is not None:
             rows, spent = self.num_rows, 0.0
             if num_verified:
-                spent = rows * (self.target_cost.seconds(rows + num_verified) / self.plain - 1)
+                # Of a step with about a draft a row: a cliff of the curve is not one row's to pay.
+                wide = max(rows, num_verified)
+                spent = rows * (self.target_cost.seconds(rows + wide) / self.plain - 1) * num_verified / wide
             self.worth[seq_id] = worth + WORTH_RATE * (num_accepted - spent - worth)
             self.typical += TYPICAL_RATE * (num_accepted - spent - self.typical)
 
     def forget(self, seq_id: int) -> None:
-        for kept in (self.idle, self.worth, self.rests):
+        for kept in (self.idle, self.worth, self.rests, self.rested_among):
             kept.pop(seq_id, None)
 
 

@@ -7,6 +7,7 @@ The compiler is behind `GrammarCompiler`; whatever compiles can take its place (
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -116,7 +117,7 @@ class GrammarCompiler:
         self.eos_token_ids = list(eos_token_ids)
         self.token_bytes = token_bytes
         self.lock = threading.Lock()
-        self.kept: OrderedDict[tuple[str, str], Any] = OrderedDict()
+        self.kept: OrderedDict[str, Any] = OrderedDict()
         self._words: Any = None
         self._worker: ThreadPoolExecutor | None = None
 
@@ -126,7 +127,7 @@ class GrammarCompiler:
 
     def compile(self, wanted: StructuredOutputs) -> Any:
         """The compiled grammar, from what is kept or by a thread of its own, which others need not wait for."""
-        key = (wanted.kind, wanted.source())
+        key = wanted.key()
         with self.lock:
             if key in self.kept:
                 self.kept.move_to_end(key)
@@ -157,13 +158,21 @@ class GrammarCompiler:
             raise ValueError(
                 f"structured_outputs.{wanted.kind} has {len(source)} characters, at most {MAX_SOURCE} are read"
             )
-        grammar = _grammar(wanted)
+        grammar = _grammar(wanted, None if wanted.after is None else self._marker(wanted.after))
         found = LLMatcher(self.words, grammar, log_level=0)
         if not found.is_error():
             found.compute_bitmask()  # what is too much for the parser shows here, and others need not wait for it later
         if found.is_error():
             raise ValueError(f"structured_outputs.{wanted.kind} cannot be followed: {_first_lines(found.get_error())}")
         return found
+
+    def _marker(self, text: str) -> str:
+        """A rule `free`: anything up to the first such text, or up to that token, where no text spells it."""
+        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        if len(ids) == 1 and self.words.is_special_token(ids[0]):
+            return f"free: TEXT <[{ids[0]}]>\nTEXT: /(.|\\n)*/"
+        spelled = re.escape(text).replace("/", "\\/")
+        return f"free[lazy]: /(.|\\n)*{spelled}/"
 
     @property
     def words(self) -> Any:
@@ -198,36 +207,45 @@ class _Words:
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
 
-def _grammar(wanted: StructuredOutputs) -> str:
-    """In llguidance's own form."""
+def _grammar(wanted: StructuredOutputs, marker: str | None) -> str:
+    """In llguidance's own form. `marker`: what ends the free text before, in Lark."""
     from llguidance import LLMatcher, StructTag
 
-    options: Any = {}
-    if wanted.disable_any_whitespace:
-        options["whitespace_flexible"] = False
-    if wanted.whitespace_pattern is not None:
-        options["whitespace_pattern"] = wanted.whitespace_pattern
-    if wanted.kind == "json":
-        schema: Any = wanted.schema()
-        grammar = LLMatcher.grammar_from_json_schema(schema, overrides=options or None)
-    elif wanted.kind == "json_object":
-        grammar = LLMatcher.grammar_from_json_schema({"type": "object"}, overrides=options or None)
-    elif wanted.kind == "regex":
-        grammar = LLMatcher.grammar_from_regex(wanted.source())
-    elif wanted.kind == "choice":
-        assert wanted.choice is not None
-        words = " | ".join(json.dumps(word, ensure_ascii=False) for word in wanted.choice)
-        grammar = LLMatcher.grammar_from_lark(f"start: {words}")
-    elif wanted.kind == "grammar":
-        grammar = LLMatcher.grammar_from_lark(_lark(wanted.source()))
-    else:
-        assert wanted.structural_tag is not None
+    if wanted.kind == "structural_tag":
         tags = [
             StructTag(trigger=tag["trigger"], begin=tag["begin"], grammar=_tagged(tag["schema"]), end=tag["end"])
             for tag in wanted.tags()
         ]
-        grammar = StructTag.to_grammar(tags, assume_special=False)
-    return grammar
+        return StructTag.to_grammar(tags, assume_special=False)
+    if wanted.kind == "grammar":
+        return LLMatcher.grammar_from_lark(_lark(wanted.source()))
+    if wanted.kind == "regex":
+        if marker is None:
+            return LLMatcher.grammar_from_regex(wanted.source())
+        body = "/" + wanted.source().replace("/", "\\/") + "/"
+    elif wanted.kind == "choice":
+        assert wanted.choice is not None
+        body = " | ".join(json.dumps(word, ensure_ascii=False) for word in wanted.choice)
+    else:
+        schema: Any = wanted.schema() if wanted.kind == "json" else {"type": "object"}
+        options = _json_options(wanted)
+        if marker is None:
+            return LLMatcher.grammar_from_json_schema(schema, overrides=options)
+        if options is not None and isinstance(schema, Mapping):
+            schema = {**schema, "x-guidance": options}
+        body = f"%json {json.dumps(schema)}"
+    if marker is None:
+        return LLMatcher.grammar_from_lark(f"start: {body}")
+    return LLMatcher.grammar_from_lark(f"start: free answer\n{marker}\nanswer: {body}\n")
+
+
+def _json_options(wanted: StructuredOutputs) -> Any:
+    options: dict[str, Any] = {}
+    if wanted.disable_any_whitespace:
+        options["whitespace_flexible"] = False
+    if wanted.whitespace_pattern is not None:
+        options["whitespace_pattern"] = wanted.whitespace_pattern
+    return options or None
 
 
 def _tagged(schema: Any) -> Any:
