@@ -159,6 +159,7 @@ class AdaptiveLength:
     PROBE_SHARE of their time.
 
     `idle`: steps since a draft of the row was last verified. `worth`: tokens that drafts brought the row a step.
+    `rested_among`: rows of the step in which it was found to be too little.
     """
 
     max_tokens: int
@@ -221,12 +222,13 @@ class AdaptiveLength:
             # What was not worth its place among many may be among fewer.
             worth = self.worth[seq_id] = max(worth, FIRST_WORTH)
         num_rests = self.rests.get(seq_id, 0) + 1
-        rests = worth * weight < self.least_worth and num_rests < PROBE_EVERY
+        poor = worth * weight < self.least_worth
+        rests = poor and num_rests < PROBE_EVERY
         self.rests[seq_id] = num_rests if rests else 0
-        if not rests:
-            self.rested_among.pop(seq_id, None)
-        else:
+        if poor:
             self.rested_among.setdefault(seq_id, self.num_rows)
+        else:
+            self.rested_among.pop(seq_id, None)
         return rests
 
     def _is_due(self, idle: int) -> bool:
