@@ -103,7 +103,13 @@ def _check_ids(name: str, ids: Iterable[int], *, num_valid: int) -> None:
 
 
 class Constraint(Protocol):
-    """What a grammar says of one sequence (verify/grammar.Matcher)."""
+    """What a grammar says of one sequence (verify/grammar.Matcher).
+
+    `name`: the same for all sequences under the same grammar. `examples`: texts of their shape, as token ids.
+    """
+
+    name: str
+    examples: Sequence[Sequence[int]]
 
     def advance(self, token: int) -> None:
         """One token more is committed."""

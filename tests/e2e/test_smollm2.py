@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import jsonschema
 import pytest
 import torch
 
@@ -47,6 +48,38 @@ def test_the_packaged_head_earns_its_place(exact):
     seeded = SamplingParams(temperature=0.7, seed=3, max_tokens=32)
     texts = [llm.chat(chat, seeded)[0].outputs[0].token_ids for llm in (exact, drafted)]
     assert texts[0] == texts[1]
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 20},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "likes": {"type": "array", "items": {"enum": ["tea", "chess", "rain"]}, "maxItems": 3},
+    },
+    "required": ["name", "age", "likes"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("method", ("suffix", "dspark", "auto", "model"))
+def test_answers_under_a_schema_are_valid_and_those_of_plain_decoding(exact, smollm2, method):
+    """Greedy and seeded, beside a free request; with drafts fewer passes."""
+    if method == "model" and exact.engine.runner.name != "native":
+        pytest.skip("int4 drafts need the native path")
+    model = {"model": str(smollm2), "quantization": "int4"} if method == "model" else {}
+    drafted = exact.variant(speculation=SpeculationConfig(method=method, **model))
+    chat = [{"role": "user", "content": "Describe a person as JSON with name, age and likes."}]
+    bound = {"max_tokens": 80, "structured_outputs": {"json": SCHEMA}}
+    params = [SamplingParams(temperature=0, **bound), SamplingParams(temperature=0.8, seed=5, **bound), GREEDY]
+    plain = exact.chat([chat] * 3, params)
+    for answer, reference in zip(drafted.chat([chat] * 3, params), plain, strict=True):
+        assert answer.outputs[0].token_ids == reference.outputs[0].token_ids
+    for answer in plain[:2]:
+        if answer.outputs[0].finish_reason == "stop":
+            jsonschema.validate(json.loads(answer.outputs[0].text), SCHEMA)
+    assert any(answer.outputs[0].finish_reason == "stop" for answer in plain[:2])
+    assert drafted.stats.record.num_accepted > 0
 
 
 def test_the_packaged_head_says_where_it_comes_from():

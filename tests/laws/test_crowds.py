@@ -66,7 +66,8 @@ STEEP = CostTable([(1, 1.0), (64, 30.0)])
 @pytest.mark.parametrize("name", ("suffix", "model"))
 @pytest.mark.parametrize("objective", ("throughput", "latency"))
 @pytest.mark.parametrize("temperature", (0.0, 0.9))
-def test_plans_over_all_rows_floors_and_priorities_change_no_text(runner, name, objective, temperature):
+@pytest.mark.parametrize("num_pages", (60, 24))
+def test_plans_over_all_rows_floors_and_priorities_change_no_text(runner, name, objective, temperature, num_pages):
     """Joint lengths, weights, rows that sit out and prompts that wait move work between rows, and nothing else. Whoever
     has begun to answer goes on within MAX_REST steps."""
     rng = random.Random(5)
@@ -78,7 +79,7 @@ def test_plans_over_all_rows_floors_and_priorities_change_no_text(runner, name, 
         pace=Pace(objective=objective), cost=plans.cost, expected=(lambda seq_id: seq_id % 3) if draft_cost else None
     )
     engine = make_engine(
-        runner, speculator=plans, admission=admission, eos=(1,), num_pages=60, max_tokens=40, max_seqs=4
+        runner, speculator=plans, admission=admission, eos=(1,), num_pages=num_pages, max_tokens=40, max_seqs=4
     )
     now, rested = [0.0], 0
     engine.scheduler.clock = lambda: now[0]

@@ -79,11 +79,14 @@ GRAMMARS = (
     {"json": {"type": "object", "properties": {"a": {"type": "array"}, "b": {"maxLength": 3, "type": "string"}}}},
     {"json": {"enum": [{"alpha": 1, "beta": [2, 3]}, {"alpha": 1, "gamma": None}]}, "disable_any_whitespace": True},
     {"grammar": 'start: "(" start ")" | "x"'},
+    {"choice": ["yes", "no"], "after": "a"},
 )
 
 
 def check(text, fields):
-    if "regex" in fields:
+    if "after" in fields:
+        assert text.partition(fields["after"])[2] in fields["choice"]
+    elif "regex" in fields:
         assert re.fullmatch(fields["regex"], text), text
     elif "choice" in fields:
         assert text in fields["choice"]

@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 import random
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 
+from dspark.draft.base import DraftRow
+from dspark.draft.lookup import SuffixDrafter
 from dspark.model.tokenizer import Tokenizer
 from dspark.params import SamplingParams, StructuredOutputs
+from dspark.sampling import Processors, RowSampler
 from dspark.verify.grammar import GrammarCompiler
+from dspark.verify.skeleton import skeletons
 from tests.tiny_folder import tiny_folder
 
 SCHEMA = {
@@ -230,3 +235,41 @@ def test_a_recursive_schema_is_followed(compiler, tokenizer):
     tree = {"$defs": {"t": {"type": "object", "properties": {"t": {"$ref": "#/$defs/t"}}}}, "$ref": "#/$defs/t"}
     tokens = tokenizer.encode('{"t": {"t": {"t": {}}}}')
     assert compiler.matcher(StructuredOutputs(json=tree)).legal(tokens) == len(tokens)
+
+
+def test_a_schema_has_a_skeleton_in_the_order_of_its_properties():
+    schema = {
+        "$defs": {"when/at": {"type": "object", "properties": {"day": {"type": "integer"}}}},
+        "type": "object",
+        "properties": {
+            "kind": {"enum": ["cat", "dog"]},
+            "on": {"$ref": "#/$defs/when~1at"},
+            "tags": {"type": "array", "items": {"type": ["string", "null"]}},
+            "any": {"anyOf": [{"type": "boolean"}, {"type": "null"}]},
+        },
+    }
+    line, indented = skeletons(schema)
+    assert line == '{"kind": "cat", "on": {"day": 0}, "tags": [""], "any": true}'
+    assert json.loads(indented) == json.loads(line) and '\n  "on": {\n    "day": 0' in indented
+    tree = {"properties": {"t": {"$ref": "#"}, "far": {"$ref": "http://x"}}}
+    assert skeletons(tree) and not skeletons({}) and not skeletons(True) and not skeletons({"type": "string"})
+    assert not skeletons({"properties": {"x" * 9000: {}}})
+
+
+def test_lookups_know_the_shape_of_a_schema_that_no_prompt_shows(compiler, tokenizer):
+    drafter = SuffixDrafter()
+    matcher = compiler.matcher(StructuredOutputs(json=SCHEMA))
+    text = tokenizer.encode('Hi! {"name": "Tom", "kin')
+    begun = text[4:]
+    params = SamplingParams(temperature=0, structured_outputs={"json": SCHEMA})
+    processors = Processors.build(params, vocab_size=265, eos_token_ids=[256])
+    sampler = RowSampler(params, processors, tokens=text[:4], num_prompt=4, grammar=matcher)
+    for token in begun:
+        sampler.advance(token)
+    row = DraftRow(seq_id=0, tokens=text, num_prompt=4, params=params, sampler=sampler)
+    [draft] = drafter.propose([row], [12])
+    assert tokenizer.decode(draft.tokens).startswith('d": "cat"')
+    assert matcher.legal(draft.tokens) == len(draft.tokens)
+    num_kept = len(drafter.answers)
+    drafter.propose([replace(row, seq_id=1)], [12])
+    assert len(drafter.answers) == num_kept == 2, "once for each grammar"

@@ -3,6 +3,7 @@ They must never run a network, look at a token that is not committed, or let one
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,9 +13,11 @@ from dspark.draft.answer_store import AnswerStore
 from dspark.draft.base import DraftRow
 from dspark.draft.draw import cut_illegal
 from dspark.draft.occurrences import OccurrenceIndex
+from dspark.sampling import Constraint
 from dspark.types import Draft, Verdict
 
 _OWN, _OTHERS = 0, 1
+MAX_GRAMMARS = 256
 
 
 @dataclass(kw_only=True)
@@ -244,6 +247,8 @@ class SuffixDrafter:
         self.table = AcceptanceTable()
         self.answers = AnswerStore(max_tokens=max_cached_tokens, orders=self.orders)
         self._rows: dict[int, _Row] = {}
+        self.grammars: OrderedDict[str, None] = OrderedDict()
+        self.num_examples = 0
 
     def propose(
         self,
@@ -278,10 +283,24 @@ class SuffixDrafter:
         state = self._rows.get(row.seq_id)
         if state is None:
             state = self._rows[row.seq_id] = _Row(index=OccurrenceIndex(self.orders), num_prompt=row.num_prompt)
+            if row.sampler is not None and row.sampler.grammar is not None:
+                self._know(row.sampler.grammar)
             # Preempted and back: its own half answer must not count twice.
             self.answers.take_back(row.seq_id, row.tokens[row.num_prompt :])
         state.follow(row.tokens, self.table)
         return state
+
+    def _know(self, grammar: Constraint) -> None:
+        """The shapes of a grammar are material like finished answers, once for each grammar of late."""
+        if grammar.name in self.grammars:
+            self.grammars.move_to_end(grammar.name)
+            return
+        self.grammars[grammar.name] = None
+        if len(self.grammars) > MAX_GRAMMARS:
+            self.grammars.popitem(last=False)
+        for example in grammar.examples:
+            self.num_examples += 1
+            self.answers.add(-self.num_examples, example)  # no sequence has such a number
 
     def _propose(self, row: DraftRow, limit: int) -> Draft:
         state = self._sync(row)

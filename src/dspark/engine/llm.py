@@ -201,6 +201,7 @@ class LLM:
             "draft_quantization": self.speculation.quantization,
             "num_speculative_tokens": self.speculation.num_speculative_tokens,
             "policy": self.speculation.policy,
+            "objective": self.engine_config.objective,
         }
 
     def _run(self, groups: dict[int, Group], on_output: Callable[[RequestOutput], None] | None) -> None:
@@ -242,7 +243,6 @@ class RequestMaker:
                 f"the prompt has {len(ids)} tokens and the context holds {self.engine.max_context}: "
                 "shorten the prompt, or raise max_model_len or cache_gib where the model allows it"
             )
-        self.prepare(params)
         policies = self.engine.speculator.policies
         if (policy := params.control.policy) is not None and policy not in policies:
             unmeasured = " (adaptive needs an engine that started with it, as it measures costs)"
@@ -255,6 +255,7 @@ class RequestMaker:
                 f"priority={priority!r} is not usable: give a whole number, at most {MAX_PRIORITY} in size; smaller is "
                 "more urgent"
             )
+        self.prepare(params)
         return Request(
             id=f"request-{next(self.ids)}",
             prompt_token_ids=ids,

@@ -110,6 +110,8 @@ class Scheduler:
             works.append(work)
             budget -= work.num_tokens
             prompts -= work.num_tokens
+        if not works and self.num_preempted > num_preempted:
+            return self.admit(want_drafts)  # who was to take part had to give way, and others sat out for it
         worth = dict(zip(decoding, weights)) if weights is not None else {}
         for work in works:
             if work.samples and work.num_tokens == 1:

@@ -11,8 +11,9 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as TooLong
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from dspark.params import StructuredOutputs
+from dspark.verify.skeleton import skeletons
 
 MAX_KEPT = 128
 """Compiled grammars that are kept, those used last."""
@@ -32,10 +34,13 @@ class Matcher:
     """Where one answer stands in its grammar. Every question about drafts is answered behind them, and leaves the
     committed state as it is: the tokens `ahead` of it are taken back when the next question or commit needs that."""
 
-    def __init__(self, inner: Any, *, width: int) -> None:
-        """`inner`: an llguidance matcher of its own. `width`: columns of the logits."""
+    def __init__(self, inner: Any, *, width: int, name: str = "", examples: Sequence[Sequence[int]] = ()) -> None:
+        """`inner`: an llguidance matcher of its own. `width`: columns of the logits. `name`, `examples`: as in
+        dspark.sampling.Constraint."""
         self.inner = inner
         self.width = width
+        self.name = name
+        self.examples = examples
         self.ahead: list[int] = []
         self.num_committed = 0
 
@@ -104,6 +109,15 @@ class Matcher:
         return len(self.ahead)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Compiled:
+    """A grammar as it is kept: a matcher at its beginning that is only copied, its name and texts of its shape."""
+
+    inner: Any
+    name: str
+    examples: Sequence[Sequence[int]]
+
+
 class GrammarCompiler:
     """Compiles for one tokenizer, and keeps what it compiled."""
 
@@ -116,30 +130,28 @@ class GrammarCompiler:
         self.width = width
         self.eos_token_ids = list(eos_token_ids)
         self.token_bytes = token_bytes
-        self.lock = threading.Lock()
-        self.kept: OrderedDict[str, Any] = OrderedDict()
+        self.lock, self.making_words = threading.Lock(), threading.Lock()
+        self.kept: OrderedDict[str, Compiled] = OrderedDict()
         self._words: Any = None
-        self._worker: ThreadPoolExecutor | None = None
 
     def matcher(self, wanted: StructuredOutputs) -> Matcher:
         """A fresh one, at the beginning. Raises ValueError naming what in the grammar cannot be followed."""
-        return Matcher(self.compile(wanted).deep_copy(), width=self.width)
+        compiled = self.compile(wanted)
+        return Matcher(compiled.inner.deep_copy(), width=self.width, name=compiled.name, examples=compiled.examples)
 
-    def compile(self, wanted: StructuredOutputs) -> Any:
+    def compile(self, wanted: StructuredOutputs) -> Compiled:
         """The compiled grammar, from what is kept or by a thread of its own, which others need not wait for."""
         key = wanted.key()
         with self.lock:
             if key in self.kept:
                 self.kept.move_to_end(key)
                 return self.kept[key]
-            if self._worker is None:
-                self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="dspark-grammar")
-            job = self._worker.submit(self._compile, wanted)
+        job: Future[Compiled] = Future()
+        # A daemon: one that never comes back must not keep the process from ending.
+        threading.Thread(target=self._run, args=(job, wanted), name="dspark-grammar", daemon=True).start()
         try:
             compiled = job.result(timeout=COMPILE_SECONDS)
         except TooLong:
-            with self.lock:
-                self._worker = None  # it may never come back
             raise ValueError(
                 f"structured_outputs.{wanted.kind} takes more than {COMPILE_SECONDS:g} s to compile: make it simpler, "
                 "for example with fewer alternatives or smaller bounds of repetition"
@@ -150,7 +162,13 @@ class GrammarCompiler:
                 self.kept.popitem(last=False)
         return compiled
 
-    def _compile(self, wanted: StructuredOutputs) -> Any:
+    def _run(self, job: Future[Compiled], wanted: StructuredOutputs) -> None:
+        try:
+            job.set_result(self._compile(wanted))
+        except Exception as error:  # whoever waits is told
+            job.set_exception(error)
+
+    def _compile(self, wanted: StructuredOutputs) -> Compiled:
         from llguidance import LLMatcher
 
         source = wanted.source()
@@ -164,7 +182,9 @@ class GrammarCompiler:
             found.compute_bitmask()  # what is too much for the parser shows here, and others need not wait for it later
         if found.is_error():
             raise ValueError(f"structured_outputs.{wanted.kind} cannot be followed: {_first_lines(found.get_error())}")
-        return found
+        shapes = skeletons(wanted.schema()) if wanted.kind == "json" else []
+        examples = [self.tokenizer.encode(text, add_special_tokens=False) for text in shapes]
+        return Compiled(inner=found, name=wanted.name, examples=examples)
 
     def _marker(self, text: str) -> str:
         """A rule `free`: anything up to the first such text, or up to that token, where no text spells it."""
@@ -177,16 +197,20 @@ class GrammarCompiler:
     @property
     def words(self) -> Any:
         """The tokenizer as the compiler knows it; made once, which takes about a second."""
-        if self._words is None:
-            from llguidance import LLTokenizer
-            from llguidance.hf import from_tokenizer
+        with self.making_words:
+            if self._words is None:
+                self._words = self._make_words()
+            return self._words
 
-            try:
-                self._words = from_tokenizer(self.tokenizer, n_vocab=self.width, eos_token=self.eos_token_ids)
-            except ValueError:  # no tokenizer.json behind it
-                words: Any = _Words(self.tokenizer, self.width, self.eos_token_ids[0], self.token_bytes)
-                self._words = LLTokenizer(words, n_vocab=self.width)
-        return self._words
+    def _make_words(self) -> Any:
+        from llguidance import LLTokenizer
+        from llguidance.hf import from_tokenizer
+
+        try:
+            return from_tokenizer(self.tokenizer, n_vocab=self.width, eos_token=self.eos_token_ids)
+        except ValueError:  # no tokenizer.json behind it
+            words: Any = _Words(self.tokenizer, self.width, self.eos_token_ids[0], self.token_bytes)
+            return LLTokenizer(words, n_vocab=self.width)
 
 
 class _Words:
