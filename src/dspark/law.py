@@ -129,18 +129,6 @@ def largest(logits_RV: Tensor, num_valid: int) -> list[int]:
     return torch.argmax(valid, dim=-1).tolist()
 
 
-def largest_allowed(logits_RV: Tensor, best: Sequence[int], allowed_RV: Tensor) -> list[int]:
-    """Index of the largest logit of each row among those allowed, (R, V) bool, of equal ones the first; `best`: of all
-    that are valid. Few rows need a look: mostly the best is allowed."""
-    rows = torch.arange(len(best))
-    fine = allowed_RV[rows, torch.tensor(best)].tolist()
-    found = list(best)
-    for i in (i for i, good in enumerate(fine) if not good):
-        allowed = allowed_RV[i].to(logits_RV.device)
-        found[i] = int(logits_RV[i].masked_fill(~allowed, float("-inf")).argmax())
-    return found
-
-
 def raw_logprobs(logits: Tensor, chosen: Sequence[int] | Tensor, num: int) -> list[list[TokenLogprob]]:
     """Log-softmax of raw logits (R, V): for each row the chosen token first, then those of the `num` likeliest that are
     not the chosen one, in falling order. Ranks start at 1; among equals the lower id is first."""

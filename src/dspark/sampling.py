@@ -22,6 +22,7 @@ __all__ = [
     "Noise",
     "Processors",
     "RowSampler",
+    "largest_legal",
     "packed_laws",
     "packed_process",
     "probabilities",
@@ -140,6 +141,22 @@ class Constraint(Protocol):
     def fault(self) -> str | None:
         """Why it can no longer be followed; None while it can."""
         ...
+
+
+def largest_legal(logits: Tensor, best: Sequence[int], drafts: Sequence[int], grammar: Constraint) -> list[int]:
+    """Index of the largest logit of each row, (K + 1, V), among what the grammar allows behind the drafts before it, up
+    to the first row that differs from its draft; `best`, of all that are valid, from there on.
+
+    Mostly the best is legal, and to ask for one token takes a fraction of what a mask takes.
+    """
+    found = list(best)
+    for i, token in enumerate(best):
+        if grammar.legal([*drafts[:i], token]) <= i:
+            allowed = grammar.allowed(drafts[:i], rows=1)[0].to(logits.device)
+            found[i] = int(logits[i].masked_fill(~allowed, NEG_INF).argmax())
+        if i == len(drafts) or found[i] != drafts[i]:
+            break
+    return found
 
 
 class RowSampler:

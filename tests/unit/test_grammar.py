@@ -231,6 +231,15 @@ def test_a_regex_that_would_explode_is_followed_or_refused(compiler, tokenizer, 
     assert matcher.legal(tokens) == 30 and matcher.fault is None
 
 
+def test_an_unknown_format_is_a_remark_and_a_known_one_is_held_to(compiler, tokenizer):
+    schema = {"type": "object", "properties": {"format": {"type": "string", "format": "vendor-path"}}}
+    tokens = tokenizer.encode('{"format": "anything"}')
+    assert compiler.matcher(StructuredOutputs(json=schema)).legal(tokens) == len(tokens)
+    dated = compiler.matcher(StructuredOutputs(json={"type": "string", "format": "date"}))
+    good, bad = tokenizer.encode('"2026-11-30"'), tokenizer.encode('"soon"')
+    assert dated.legal(good) == len(good) and dated.legal(bad) == 1
+
+
 def test_a_recursive_schema_is_followed(compiler, tokenizer):
     tree = {"$defs": {"t": {"type": "object", "properties": {"t": {"$ref": "#/$defs/t"}}}}, "$ref": "#/$defs/t"}
     tokens = tokenizer.encode('{"t": {"t": {"t": {}}}}')

@@ -54,6 +54,14 @@ def draw_token(
     return row.sampler.draw_draft(law, len(row.tokens) + len(drafted)), float(law.max())
 
 
+def takes_best(sampler: Any, drafted: Sequence[int], token: int) -> bool:
+    """Whether a draft's likeliest token is what the row wants behind `drafted`: greedy rows without processors, where
+    the grammar, if there is one, allows it."""
+    if sampler is None or sampler.plain_greedy:
+        return True
+    return sampler.legal_greedy and sampler.grammar.legal([*drafted, token]) > len(drafted)
+
+
 def with_forced(sampler: Any, draft: Draft, limit: int) -> Draft:
     """The draft, or what the row's grammar forces, where the drafter has nothing or goes the same way less far."""
     grammar = None if sampler is None else sampler.grammar

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dspark.draft.base import DraftRow, Taps
-from dspark.draft.draw import draw_token
+from dspark.draft.draw import draw_token, takes_best
 from dspark.heads.blocks import Context
 from dspark.heads.eagle import EagleHead
 from dspark.heads.rope import rope_tables
@@ -134,7 +134,7 @@ class EagleDrafter:
                 continue
             row, draft = rows[i], drafts[i]
             token, claim = ids[n], sure[n]
-            if row.sampler is not None and not row.sampler.plain_greedy:
+            if not takes_best(row.sampler, draft.tokens, token):
                 drawn = draw_token(
                     row,
                     logits[n],

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dspark.draft.base import DraftRow
-from dspark.draft.draw import FORCED_CLAIM, draw_token
+from dspark.draft.draw import FORCED_CLAIM, draw_token, takes_best
 from dspark.model.batch import Span, pack
 from dspark.model.cache import KVCache
 from dspark.types import Draft, Verdict
@@ -194,7 +194,7 @@ class ModelDrafter:
         confidence = torch.exp(top - torch.logsumexp(valid, dim=-1)).tolist()
         for i, (guess, token, claim) in enumerate(zip(active, best.tolist(), confidence)):
             sampler = guess.row.sampler
-            if sampler is not None and not sampler.plain_greedy:
+            if not takes_best(sampler, guess.draft.tokens, token):
                 drawn = draw_token(
                     guess.row,
                     valid[i],

@@ -18,10 +18,10 @@ from dspark.engine.ends import StopWatcher, append_token
 from dspark.engine.scheduler import Scheduler, Work
 from dspark.engine.speculator import RowPlan, Speculator
 from dspark.engine.totals import Clock, EngineTotals
-from dspark.law import largest, largest_allowed
+from dspark.law import largest
 from dspark.model.batch import Packed, Span, pack
 from dspark.model.cache import KVCache
-from dspark.sampling import RowSampler, packed_laws, raw_logprobs
+from dspark.sampling import RowSampler, largest_legal, packed_laws, raw_logprobs
 from dspark.types import TARGET_PHASES, Draft, RowStep, Sequence, StepStats, Verdict
 from dspark.verify.rejection import accept, accept_greedy
 
@@ -193,8 +193,7 @@ class Engine:
                 if sampler.legal_greedy:
                     choice = best[start:stop]
                     if sampler.grammar is not None:
-                        allowed = sampler.grammar.allowed(kept[i].tokens, rows=stop - start)
-                        choice = largest_allowed(logits[start:stop], choice, allowed)
+                        choice = largest_legal(logits[start:stop], choice, kept[i].tokens, sampler.grammar)
                     verdicts[i] = accept_greedy(choice, kept[i])
                 else:
                     drawn.append(i)

@@ -10,7 +10,7 @@ import json
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as TooLong
 from dataclasses import dataclass
@@ -28,6 +28,7 @@ MAX_KEPT = 128
 MAX_SOURCE = 2**20
 """Characters of a grammar."""
 COMPILE_SECONDS = 10.0
+UNKNOWN_FORMAT = re.compile(r"Unknown format: (\S+)")
 
 
 class Matcher:
@@ -176,8 +177,14 @@ class GrammarCompiler:
             raise ValueError(
                 f"structured_outputs.{wanted.kind} has {len(source)} characters, at most {MAX_SOURCE} are read"
             )
-        grammar = _grammar(wanted, None if wanted.after is None else self._marker(wanted.after))
-        found = LLMatcher(self.words, grammar, log_level=0)
+        marker = None if wanted.after is None else self._marker(wanted.after)
+        unknown: set[str] = set()
+        while True:
+            found = LLMatcher(self.words, _grammar(wanted, marker, unknown), log_level=0)
+            name = UNKNOWN_FORMAT.search(found.get_error()) if found.is_error() else None
+            if name is None or name[1] in unknown:
+                break
+            unknown.add(name[1])  # to those who do not know it a format is a remark (JSON Schema, section 7.2.1)
         if not found.is_error():
             found.compute_bitmask()  # what is too much for the parser shows here, and others need not wait for it later
         if found.is_error():
@@ -231,8 +238,9 @@ class _Words:
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
 
-def _grammar(wanted: StructuredOutputs, marker: str | None) -> str:
-    """In llguidance's own form. `marker`: what ends the free text before, in Lark."""
+def _grammar(wanted: StructuredOutputs, marker: str | None, unknown: Collection[str]) -> str:
+    """In llguidance's own form. `marker`: what ends the free text before, in Lark. `unknown`: formats of strings that
+    are left out."""
     from llguidance import LLMatcher, StructTag
 
     if wanted.kind == "structural_tag":
@@ -252,7 +260,7 @@ def _grammar(wanted: StructuredOutputs, marker: str | None) -> str:
         body = " | ".join(json.dumps(word, ensure_ascii=False) for word in wanted.choice)
     else:
         schema: Any = wanted.schema() if wanted.kind == "json" else {"type": "object"}
-        options = _json_options(wanted)
+        schema, options = _without_formats(schema, unknown), _json_options(wanted)
         if marker is None:
             return LLMatcher.grammar_from_json_schema(schema, overrides=options)
         if options is not None and isinstance(schema, Mapping):
@@ -261,6 +269,19 @@ def _grammar(wanted: StructuredOutputs, marker: str | None) -> str:
     if marker is None:
         return LLMatcher.grammar_from_lark(f"start: {body}")
     return LLMatcher.grammar_from_lark(f"start: free answer\n{marker}\nanswer: {body}\n")
+
+
+def _without_formats(schema: Any, names: Collection[str]) -> Any:
+    """The schema without these formats; a property may be called "format" as well."""
+    if isinstance(schema, list):
+        return [_without_formats(part, names) for part in schema]
+    if not isinstance(schema, Mapping) or not names:
+        return schema
+    return {
+        key: _without_formats(part, names)
+        for key, part in schema.items()
+        if not (key == "format" and isinstance(part, str) and part in names)
+    }
 
 
 def _json_options(wanted: StructuredOutputs) -> Any:
