@@ -129,6 +129,10 @@ class StructuredOutputs:
             self.schema()
         if self.structural_tag is not None:
             self.tags()
+        try:
+            self.key()
+        except (TypeError, ValueError, RecursionError) as error:
+            _fail(f"structured_outputs.{self.kind}", "<...>", f"it cannot be written as JSON ({error})")
 
     @classmethod
     def read(cls, value: object) -> StructuredOutputs | None:
@@ -194,7 +198,9 @@ class StructuredOutputs:
 
 def _plain(value: object) -> object:
     """Of mappings that are no dictionaries, for JSON."""
-    return dict(value) if isinstance(value, Mapping) else str(value)
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"a {type(value).__name__} has no place in JSON")
 
 
 def _parsed(name: str, value: object, kinds: tuple[type, ...]) -> object:

@@ -330,12 +330,17 @@ class RowSampler:
         self, logits: Tensor, tokens_before: Sequence[int], drafts: Sequence[int] = (), *, allowed: Tensor | None = None
     ) -> Tensor:
         """(R, W) float32 probabilities of the rows of `process`; one-hot for greedy requests."""
+        return self.law_of(self.process(logits, tokens_before, drafts, allowed=allowed))
+
+    def law_of(self, processed: Tensor) -> Tensor:
+        """(R, W) float32 probabilities of processed logits."""
+        count, params = processed.shape[0], self.params
         return probabilities(
-            self.process(logits, tokens_before, drafts, allowed=allowed),
-            temperature=[self.params.temperature] * logits.shape[0],
-            top_k=[self.params.top_k] * logits.shape[0],
-            top_p=[self.params.top_p] * logits.shape[0],
-            min_p=[self.params.min_p] * logits.shape[0],
+            processed,
+            temperature=[params.temperature] * count,
+            top_k=[params.top_k] * count,
+            top_p=[params.top_p] * count,
+            min_p=[params.min_p] * count,
         )
 
     def draw_draft(self, q_V: Tensor, position: int) -> int:

@@ -158,6 +158,13 @@ def test_what_cannot_be_followed_is_refused_by_name(compiler, fields, message):
     assert next(iter(fields)) in str(caught.value) and len(str(caught.value)) < 900
 
 
+def nested(depth):
+    schema = {}
+    for _ in range(depth):
+        schema = {"not": schema}
+    return schema
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     (
@@ -175,6 +182,8 @@ def test_what_cannot_be_followed_is_refused_by_name(compiler, fields, message):
             "start with a trigger",
         ),
         ({"jsn": {}}, "unknown keys"),
+        ({"json": {"enum": [{1, 2}]}}, "a set has no place in JSON"),
+        ({"json": nested(100_000)}, "cannot be written as JSON"),
     ),
 )
 def test_bad_settings_are_one_clear_error(fields, message):
@@ -238,6 +247,30 @@ def test_an_unknown_format_is_a_remark_and_a_known_one_is_held_to(compiler, toke
     dated = compiler.matcher(StructuredOutputs(json={"type": "string", "format": "date"}))
     good, bad = tokenizer.encode('"2026-11-30"'), tokenizer.encode('"soon"')
     assert dated.legal(good) == len(good) and dated.legal(bad) == 1
+
+
+class Slow:
+    """A tokenizer with no tokenizer.json behind it."""
+
+    bos_token_id, all_special_ids = None, [256]
+
+    def __init__(self, hf):
+        self.hf = hf
+
+    def __len__(self):
+        return len(self.hf)
+
+    def encode(self, text, *, add_special_tokens=False):
+        return self.hf.encode(text, add_special_tokens=add_special_tokens)
+
+
+def test_a_tokenizer_without_a_file_of_its_own_is_known_by_its_bytes(compiler, tokenizer):
+    slow = GrammarCompiler(Slow(tokenizer.hf), width=265, eos_token_ids=[256], token_bytes=tokenizer.token_bytes)
+    wanted = StructuredOutputs(regex="a(b|é日)c")
+    ours, other = compiler.matcher(wanted), slow.matcher(wanted)
+    tokens = tokenizer.encode("aé日c")
+    for place in range(len(tokens) + 1):
+        assert torch.equal(ours.allowed(tokens[:place], rows=1), other.allowed(tokens[:place], rows=1))
 
 
 def test_a_recursive_schema_is_followed(compiler, tokenizer):

@@ -13,7 +13,6 @@ from typing import Any
 from torch import Tensor
 
 from dspark.draft.base import DraftRow
-from dspark.law import probabilities
 from dspark.types import Draft
 
 FORCED = "grammar"
@@ -42,14 +41,7 @@ def draw_token(
         return None
     if row.params.greedy:
         return int(processed[0].argmax()), math.exp(largest - float(processed[0].logsumexp(-1)))
-    params = row.params
-    law = probabilities(
-        processed,
-        temperature=[params.temperature],
-        top_k=[params.top_k],
-        top_p=[params.top_p],
-        min_p=[params.min_p],
-    )[0]
+    law = row.sampler.law_of(processed)[0]
     laws.append(law)
     return row.sampler.draw_draft(law, len(row.tokens) + len(drafted)), float(law.max())
 

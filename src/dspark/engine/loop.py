@@ -281,10 +281,10 @@ class Engine:
                 max_context=self.max_context,
                 complete=grammar is not None and grammar.ended,
             )
-            if grammar is not None and grammar.fault is not None and not ended:
-                seq.finish_reason, seq.stop_reason = "error", grammar.fault
-                row.watcher.finish(seq, may_stop=False)
-                ended = True
+            if grammar is not None and grammar.fault is not None:
+                if not ended:
+                    row.watcher.finish(seq, may_stop=False)
+                seq.finish_reason, seq.stop_reason, ended = "error", grammar.fault, True
             if ended:
                 seq.finish_time = now
                 break

@@ -43,7 +43,6 @@ class Matcher:
         self.name = name
         self.examples = examples
         self.ahead: list[int] = []
-        self.num_committed = 0
 
     def advance(self, token: int) -> None:
         """One token more is committed."""
@@ -51,9 +50,7 @@ class Matcher:
             self.ahead.pop(0)
         else:
             self._go(())
-            taken = self.inner.consume_token(token)
-            assert taken, f"token {token} was committed against the grammar: {self.inner.get_error()}"
-        self.num_committed += 1
+            self.inner.consume_token(token)  # what it cannot follow is its `fault`, which ends this answer alone
 
     def legal(self, tokens: Sequence[int]) -> int:
         """How many of these may follow the committed ones."""
@@ -62,6 +59,8 @@ class Matcher:
     def allowed(self, drafts: Sequence[int], *, rows: int) -> Tensor:
         """(rows, width) bool: what may come behind the drafts, behind all but the last of them, ...: the last `rows` of
         the K + 1 states, in order. The drafts must be legal, or come behind an end, where the end alone may follow."""
+        if self.inner.is_error():
+            return torch.ones((rows, self.width), dtype=torch.bool)  # the answer ends with the fault
         words = np.zeros((rows, (self.width + 31) // 32), np.int32)
         first = len(drafts) + 1 - rows
         for row in range(rows):
@@ -89,7 +88,7 @@ class Matcher:
     @property
     def ended(self) -> bool:
         """Whether the committed tokens are whole and nothing can follow them."""
-        return not self.ahead and bool(self.inner.is_stopped())
+        return not self.ahead and bool(self.inner.is_stopped()) and not self.inner.is_error()
 
     @property
     def fault(self) -> str | None:
@@ -224,15 +223,13 @@ class _Words:
     """A tokenizer without a tokenizer.json, in the form that llguidance asks for."""
 
     def __init__(self, tokenizer: Any, width: int, eos: int, token_bytes: Callable[[int], bytes]) -> None:
-        from llguidance import TokenizerWrapper
-
         known = len(tokenizer)
         self.eos_token_id = eos
         self.bos_token_id = tokenizer.bos_token_id
         self.tokens = [token_bytes(i) if i < known else b"" for i in range(width)]
         self.special_token_ids = list(tokenizer.all_special_ids)
         self.tokenizer = tokenizer
-        self.is_tokenizer_wrapper = TokenizerWrapper is not None
+        self.is_tokenizer_wrapper = True
 
     def __call__(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(text, add_special_tokens=False))
