@@ -151,12 +151,83 @@ class EngineConfig:
             )
 
 
+REPORTS = ("none", "summary", "detailed")
+TOOL_STYLES = ("hermes", "llama3", "mistral")
+LOG_FORMATS = ("text", "json")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """How `dspark serve` listens and what it lets in. Names are vLLM's where the meaning is the same.
+
+    `served_model_name`: what clients call the model, the first of them in answers (None: the model's own name).
+    `api_key`: any of these must be sent as a bearer token. `max_queue`: answers that may wait for a place, beyond which
+    a request is told to come again (429). `max_request_bytes` of a body, `body_timeout` seconds to send it,
+    `request_timeout` seconds until an answer is given up (None: never), `shutdown_grace` seconds that running answers
+    get after SIGTERM. `tool_call_parser`: how the model writes tool calls (None: told by its chat template).
+    `reasoning_end`: the marker, such as "</think>", up to which an answer is reasoning: structures begin behind it, and
+    it is told apart from the content.
+    `per_request_spec_decode_metrics`: what of speculation responses tell unasked.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    served_model_name: Sequence[str] = ()
+    api_key: Sequence[str] = ()
+    ssl_keyfile: str | None = None
+    ssl_certfile: str | None = None
+    ssl_ca_certs: str | None = None
+    allowed_origins: Sequence[str] = ()
+    root_path: str = ""
+    max_queue: int = 256
+    max_request_bytes: int = 8 * 1024**2
+    body_timeout: float = 30.0
+    request_timeout: float | None = None
+    keep_alive_timeout: float = 5.0
+    shutdown_grace: float = 30.0
+    tool_call_parser: str | None = None
+    reasoning_end: str | None = None
+    chat_template: str | None = None
+    per_request_spec_decode_metrics: str = "none"
+    log_format: str = "text"
+    page: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("served_model_name", "api_key", "allowed_origins"):
+            value = getattr(self, name)
+            words = [value] if isinstance(value, str) else list(value)
+            if not all(isinstance(word, str) and word for word in words):
+                raise ValueError(f"{name}={value!r} is not usable: give one or more texts that are not empty")
+            object.__setattr__(self, name, tuple(words))
+        if isinstance(self.port, bool) or not isinstance(self.port, int) or not 0 <= self.port < 2**16:
+            raise ValueError(f"port={self.port!r} is not usable: give 1 to 65535, or 0 for any that is free")
+        _at_least("max_queue", self.max_queue, 0)
+        _at_least("max_request_bytes", self.max_request_bytes, 1024)
+        for name in ("body_timeout", "request_timeout", "keep_alive_timeout", "shutdown_grace"):
+            value = getattr(self, name)
+            if name == "request_timeout" and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+                raise ValueError(f"{name}={value!r} is not usable: give seconds above 0")
+        _choice("tool_call_parser", self.tool_call_parser, (None, *TOOL_STYLES))
+        _choice("per_request_spec_decode_metrics", self.per_request_spec_decode_metrics, REPORTS)
+        _choice("log_format", self.log_format, LOG_FORMATS)
+        _choice("page", self.page, (True, False))
+        if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
+            raise ValueError("ssl_keyfile and ssl_certfile belong together: give both, or neither")
+        if self.reasoning_end is not None and not self.reasoning_end:
+            raise ValueError("reasoning_end is empty: give a marker such as '</think>', or leave it out")
+        if not self.root_path.startswith("/") and self.root_path:
+            raise ValueError(f"root_path={self.root_path!r} is not usable: it begins with /")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Engine and speculation together, as read from a TOML file with the tables [engine] and [speculation]."""
+    """Everything together, as read from a TOML file with the tables [engine], [speculation] and [server]."""
 
     engine: EngineConfig = field(default_factory=EngineConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)
 
 
 def _build(cls: type, values: Mapping[str, Any], where: str) -> Any:
@@ -185,13 +256,13 @@ def speculation_config(values: Mapping[str, Any]) -> SpeculationConfig:
 
 def load_config(path: str | Path | None = None, *, overrides: Sequence[str] = ()) -> Config:
     """A TOML file, then overrides spelled `engine.exact=true` (the right side is a TOML value)."""
-    tables: dict[str, dict[str, Any]] = {"engine": {}, "speculation": {}}
+    tables: dict[str, dict[str, Any]] = {"engine": {}, "speculation": {}, "server": {}}
     if path is not None:
         try:
             tables |= tomllib.loads(Path(path).read_text())
         except FileNotFoundError:
             raise ValueError(
-                f"{path}: no such file; give a TOML file with the tables [engine] and [speculation]"
+                f"{path}: no such file; give a TOML file with the tables [engine], [speculation] and [server]"
             ) from None
         except tomllib.TOMLDecodeError as error:
             raise ValueError(f"{path}: not TOML: {error}") from None
@@ -207,9 +278,10 @@ def load_config(path: str | Path | None = None, *, overrides: Sequence[str] = ()
         if not isinstance(tables.setdefault(table, {}), dict):
             raise ValueError(f"{table} is {tables[table]!r}, not a table of settings: write the keys under it")
         tables[table][name] = parsed
-    if unknown := sorted(set(tables) - {"engine", "speculation"}):
-        raise ValueError(f"unknown tables {unknown}: known are ['engine', 'speculation']")
+    if unknown := sorted(set(tables) - {f.name for f in fields(Config)}):
+        raise ValueError(f"unknown tables {unknown}: known are {[f.name for f in fields(Config)]}")
     return Config(
         engine=_build(EngineConfig, tables["engine"], "[engine]"),
         speculation=_build(SpeculationConfig, tables["speculation"], "[speculation]"),
+        server=_build(ServerConfig, tables["server"], "[server]"),
     )

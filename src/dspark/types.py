@@ -4,7 +4,7 @@ They must never import torch or know who reads them: plain dataclasses with coun
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from dspark.params import SamplingParams
 
@@ -52,6 +52,20 @@ class Draft:
         return Draft(tokens=self.tokens[:num_tokens], q=q, survival=self.survival[:num_tokens], source=self.source)
 
 
+class TokenOrigin(NamedTuple):
+    """Where a token of an answer came from. `source`: "drafted" and accepted, "forced" the same where a grammar left
+    nothing else, "corrected" the target's own where it rejected a draft, "bonus" its own behind a whole block that
+    held, "target" its own where nothing was verified. `drafter`: who drafted it."""
+
+    source: str
+    drafter: str | None = None
+
+
+FORCED = "grammar"
+"""The source of drafts that a grammar forces."""
+PLAIN, BONUS, CORRECTED = TokenOrigin("target"), TokenOrigin("bonus"), TokenOrigin("corrected")
+
+
 @dataclass(kw_only=True)
 class Verdict:
     """What the verifier keeps of `num_verified` drafts: the first `num_accepted`, then one token of the target's own.
@@ -62,6 +76,12 @@ class Verdict:
     num_verified: int
     num_accepted: int
     tokens: list[int]
+
+    def origins(self, drafter: str) -> list[TokenOrigin]:
+        """One for each of `tokens`; `drafter`: the source of the draft."""
+        own = PLAIN if not self.num_verified else BONUS if self.num_accepted == self.num_verified else CORRECTED
+        drafted = TokenOrigin("forced" if drafter == FORCED else "drafted", drafter)
+        return [drafted] * self.num_accepted + [own]
 
 
 @dataclass(kw_only=True)
@@ -146,7 +166,8 @@ class Sequence:
 
     `tokens` = prompt + everything emitted. `num_cached` = how many of them have keys and values in the target's cache;
     the rest is pending. Only engine/loop.commit appends to `tokens`. `prompt_class`: what acceptance is learned by
-    (plan/history).
+    (plan/history). Of each token of the answer: `origins` where it came from, `text_ends` how long the text was with
+    it (a token whose text is held back adds nothing, the one that sets it free adds all).
     """
 
     id: int
@@ -159,11 +180,14 @@ class Sequence:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     text: str = ""
+    origins: list[TokenOrigin] = field(default_factory=list)
+    text_ends: list[int] = field(default_factory=list)
     logprobs: list[list[TokenLogprob]] = field(default_factory=list)
     prompt_logprobs: list[list[TokenLogprob] | None] = field(default_factory=list)
     record: SpeculationRecord = field(default_factory=SpeculationRecord)
     num_preemptions: int = 0
     num_prefix_hits: int = 0
+    start_time: float | None = None
     first_token_time: float | None = None
     finish_time: float | None = None
 
@@ -193,7 +217,8 @@ class StepStats:
     """One engine step, for the sinks. Times in seconds by phase; counts over the whole batch.
 
     `num_rows` sequences sampled in this step, `num_emitted` = `num_accepted` + `num_rows` minus what an end cut off.
-    `predicted_seconds` of the target's phases, as foreseen when the step was planned; None where nothing is measured.
+    `predicted_seconds` of the target's phases, as foreseen when the step was planned; `plain_seconds` that plain
+    decoding would have needed for the same tokens, by the measured costs. None where nothing is measured.
     """
 
     step: int
@@ -209,6 +234,7 @@ class StepStats:
     num_preempted: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     predicted_seconds: float | None = None
+    plain_seconds: float | None = None
 
     @property
     def target_seconds(self) -> float:
@@ -245,7 +271,7 @@ class RowStep:
 
 @dataclass(kw_only=True)
 class CompletionOutput:
-    """One of the n answers of a request."""
+    """One of the n answers of a request. `origins`, `text_ends`: of each token, see Sequence."""
 
     index: int
     text: str
@@ -254,6 +280,8 @@ class CompletionOutput:
     stop_reason: int | str | None
     logprobs: list[list[TokenLogprob]] | None
     speculation: SpeculationRecord
+    origins: list[TokenOrigin] = field(default_factory=list)
+    text_ends: list[int] = field(default_factory=list)
 
 
 @dataclass(kw_only=True)

@@ -41,7 +41,7 @@ def error_of(capsys: pytest.CaptureFixture[str]) -> str:
 
 
 BAD = {
-    "no command": ([], "generate, bench"),
+    "no command": ([], "generate, serve"),
     "unknown command": (["generat"], "generat"),
     "unknown option": (["generate", "hi", "--colour"], "--colour"),
     "abbreviated option": (["generate", "hi", "--max-tok", "3"], "--max-tok"),

@@ -11,7 +11,7 @@ import pytest
 from dspark.bench.profile import Profile, learned
 from dspark.engine.recording import costs as recorded_costs
 from dspark.model.runner import build_runner
-from dspark.observe import ProfileLog
+from dspark.observe.profile import ProfileLog
 from dspark.params import SamplingParams
 from dspark.plan.cost import CostTable
 from dspark.plan.gains import Gains

@@ -9,7 +9,7 @@ import pytest
 from dspark.draft.lookup import SuffixDrafter
 from dspark.engine.recording import costs
 from dspark.model.runner import build_runner
-from dspark.observe import ProfileLog
+from dspark.observe.profile import ProfileLog
 from dspark.params import RequestSpeculation, SamplingParams
 from dspark.plan.cost import CostTable
 from dspark.plan.replay import answer_from_dict, costs_from_dict

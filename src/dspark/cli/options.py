@@ -16,7 +16,10 @@ from dspark.params import SamplingParams
 DEFAULT_MODEL = "smollm2-135m"
 DEFAULT_DRAFT = "auto"
 DEFAULT_MAX_TOKENS = 256
-_ENGINE_OPTIONS = ("dtype", "device", "path", "exact", "quantization", "threads", "max_model_len", "objective")
+_ENGINE_OPTIONS = (
+    *("dtype", "device", "path", "exact", "quantization", "threads", "max_model_len", "objective"),
+    *("max_num_seqs", "max_num_batched_tokens", "cache_gib"),
+)
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +40,9 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--threads", type=int, metavar="N", help="CPU threads")
     group.add_argument("--max-model-len", type=int, metavar="N", help="longest prompt and answer together, in tokens")
     group.add_argument("--objective", choices=OBJECTIVES, help="most tokens a second, or few seconds a token")
-    group.add_argument("--config", metavar="FILE", help="a TOML file with the tables [engine] and [speculation]")
+    group.add_argument(
+        "--config", metavar="FILE", help="a TOML file with the tables [engine], [speculation] and [server]"
+    )
     group.add_argument(
         "--set",
         action="append",
@@ -47,8 +52,8 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_speculation_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which drafter, and how long its drafts may be."""
+def add_speculation_arguments(parser: argparse.ArgumentParser, *, task: bool = True) -> None:
+    """Which drafter, and how long its drafts may be; `task`: whether there is one request to be named."""
     group = parser.add_argument_group("speculation")
     group.add_argument(
         "--draft",
@@ -65,7 +70,8 @@ def add_speculation_arguments(parser: argparse.ArgumentParser) -> None:
         choices=POLICIES,
         help="how long drafts are (default: adaptive, or what --config says; see docs/tuning.md)",
     )
-    group.add_argument("--task", metavar="NAME", help="the kind of request: acceptance is learned by it")
+    if task:
+        group.add_argument("--task", metavar="NAME", help="the kind of request: acceptance is learned by it")
     group.add_argument(
         "--speculative-config",
         metavar="JSON",
@@ -108,9 +114,9 @@ def read_config(args: argparse.Namespace) -> Config:
     if args.config is None:
         overrides.insert(0, f'speculation.method="{DEFAULT_DRAFT}"')
     config = load_config(args.config, overrides=overrides)
-    engine = {name: getattr(args, name) for name in _ENGINE_OPTIONS if getattr(args, name) is not None}
-    return Config(
-        engine=dataclasses.replace(config.engine, **engine), speculation=_speculation(args, config.speculation)
+    engine = {name: value for name in _ENGINE_OPTIONS if (value := getattr(args, name, None)) is not None}
+    return dataclasses.replace(
+        config, engine=dataclasses.replace(config.engine, **engine), speculation=_speculation(args, config.speculation)
     )
 
 

@@ -13,9 +13,8 @@ from typing import Any
 from torch import Tensor
 
 from dspark.draft.base import DraftRow
-from dspark.types import Draft
+from dspark.types import FORCED, Draft
 
-FORCED = "grammar"
 FORCED_CLAIM = 0.97
 """Of a token that a grammar forces: the target may spell the same text otherwise."""
 

@@ -7,16 +7,66 @@ import asyncio
 import contextlib
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from typing import Any
 
 from dspark.config import SpeculationConfig
 from dspark.engine.llm import LLM, Group, Message, Prompt
 from dspark.params import SamplingParams
-from dspark.types import RequestOutput
+from dspark.types import Request, RequestOutput
 
-Deliver = Callable[[RequestOutput | BaseException], None]
+MAX_FAILED_STEPS = 3
+"""In a row, after which the engine is taken for broken."""
+
+
+class Mailbox:
+    """The newest output of one request, for one reader on an event loop. Outputs hold all of their text so far, so a
+    reader that is slow misses nothing of it, and what waits for it does not grow."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self.newest: deque[RequestOutput | BaseException] = deque(maxlen=1)
+        self.ready = asyncio.Event()
+        self.groups: list[Group] = []
+        self.interruption: BaseException | None = None
+
+    def put(self, output: RequestOutput | BaseException) -> None:
+        """On the engine's thread; `wake` tells the reader."""
+        self.newest.append(output)
+
+    def interrupt(self, error: BaseException) -> None:
+        """On the event loop: the reader gets `error` next, and the request is given up."""
+        self.interruption = error
+        self.ready.set()
+
+    async def get(self) -> RequestOutput:
+        """On the event loop. Raises what came instead of an output."""
+        while self.interruption is None and not self.newest:
+            self.ready.clear()
+            await self.ready.wait()
+        found = self.interruption or self.newest.pop()
+        if isinstance(found, BaseException):
+            raise found
+        return found
+
+
+def wake(boxes: list[Mailbox]) -> None:
+    """Tell the readers of boxes that were filled: once an event loop, since each call has a price."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[Mailbox]] = {}
+    for box in boxes:
+        by_loop.setdefault(box.loop, []).append(box)
+    for loop, filled in by_loop.items():
+        with contextlib.suppress(RuntimeError):  # the caller's loop is closed: nobody listens
+            loop.call_soon_threadsafe(_set, filled)
+
+
+def _set(boxes: list[Mailbox]) -> None:
+    for box in boxes:
+        box.ready.set()
 
 
 class AsyncLLM:
@@ -24,6 +74,7 @@ class AsyncLLM:
 
     Arguments are LLM's. `async for output in llm.generate(prompt, params)` yields the RequestOutput as it grows, the
     last with `finished` True. Leaving the loop early, or cancelling its task, aborts the request before the next step.
+    A step that raises ends the answers that ran in it with finish_reason "error"; those that wait go on.
     """
 
     def __init__(
@@ -35,46 +86,78 @@ class AsyncLLM:
         speculative_config: Mapping[str, Any] | SpeculationConfig | None = None,
         **engine: Any,
     ) -> None:
-        self.llm = LLM(
-            model,
-            draft=draft,
-            num_speculative_tokens=num_speculative_tokens,
-            speculative_config=speculative_config,
-            **engine,
+        self._begin(
+            LLM(
+                model,
+                draft=draft,
+                num_speculative_tokens=num_speculative_tokens,
+                speculative_config=speculative_config,
+                **engine,
+            )
         )
+
+    @classmethod
+    def over(cls, llm: LLM) -> AsyncLLM:
+        """Over an LLM that is used by nothing else from now on."""
+        self = object.__new__(cls)
+        self._begin(llm)
+        return self
+
+    def _begin(self, llm: LLM) -> None:
+        self.llm = llm
         self.inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self.groups: dict[int, tuple[Group, Deliver]] = {}
+        self.boxes: dict[int, tuple[Group, Mailbox]] = {}
         self.failure: BaseException | None = None
+        self.num_failed_steps = 0
+        # Fast tokenizers refuse to be used by two threads at once.
+        self.reader = ThreadPoolExecutor(1, thread_name_prefix="dspark-read")
         self.thread = threading.Thread(target=self._work, name="dspark-engine", daemon=True)
         self.thread.start()
 
+    @property
+    def alive(self) -> bool:
+        """Whether requests can be answered."""
+        return self.failure is None and self.thread.is_alive()
+
     async def generate(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        request_id: str | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Stream one answer; a smaller `priority` is more urgent.
 
         Raises ValueError for a request that cannot be done, RuntimeError when the engine has stopped.
         """
         self._check_alive()
-        params = params or SamplingParams()
-        await asyncio.to_thread(self.llm.requests.prepare, params)
-        loop = asyncio.get_running_loop()
-        outputs: asyncio.Queue[RequestOutput | BaseException] = asyncio.Queue()
+        request = await self.make(prompt, params or SamplingParams(), priority=priority, request_id=request_id)
+        async for output in self.stream(request):
+            yield output
 
-        def deliver(output: RequestOutput | BaseException) -> None:
-            with contextlib.suppress(RuntimeError):  # the caller's loop is closed: nobody listens
-                loop.call_soon_threadsafe(outputs.put_nowait, output)
+    async def make(
+        self, prompt: Prompt, params: SamplingParams, *, priority: int = 0, request_id: str | None = None
+    ) -> Request:
+        """A checked request for `stream`: what takes long, tokenising and compiling grammars, is done off the engine's
+        thread. Raises ValueError for a request that cannot be done."""
+        arrival, requests = time.perf_counter(), self.llm.requests
+        if params.structure is not None:
+            await asyncio.to_thread(requests.prepare, params)
+        return await self.read(
+            lambda: requests.make(prompt, params, priority=priority, request_id=request_id, arrival=arrival)
+        )
 
-        box: list[Group] = []
-        self.inbox.put(lambda: self._start(prompt, params, priority, deliver, box))
+    async def stream(self, request: Request, *, box: Mailbox | None = None) -> AsyncGenerator[RequestOutput, None]:
+        """The answer to a request of `make`, as it grows; through `box`, where the caller may have to interrupt it."""
+        self._check_alive()
+        box = box or Mailbox(asyncio.get_running_loop())
+        self.inbox.put(lambda: self._start(request, box))
         self._check_alive()  # again: the engine may have stopped since, and then nobody would answer
         finished = False
         try:
             while not finished:
-                output = await outputs.get()
-                if isinstance(output, BaseException):
-                    finished = True
-                    raise output
+                output = await box.get()
                 finished = output.finished
                 yield output
         finally:
@@ -85,14 +168,19 @@ class AsyncLLM:
         self, messages: list[Message], params: SamplingParams | None = None, *, priority: int = 0, **template: Any
     ) -> AsyncIterator[RequestOutput]:
         """Stream the answer to a conversation."""
-        prompt = await asyncio.to_thread(self.llm.tokenizer.apply_chat_template, messages, **template)
+        prompt = await self.read(lambda: self.llm.tokenizer.apply_chat_template(messages, **template))
         async for output in self.generate(prompt, params, priority=priority):
             yield output
+
+    async def read(self, work: Callable[[], Any]) -> Any:
+        """Run what needs the tokenizer, off the event loop and off the engine's thread."""
+        return await asyncio.get_running_loop().run_in_executor(self.reader, work)
 
     def close(self) -> None:
         """Abort what runs and end the thread. Streams still open end with an error."""
         self.inbox.put(None)
         self.thread.join()
+        self.reader.shutdown(wait=False, cancel_futures=True)
 
     # -- on the engine's thread
 
@@ -104,9 +192,21 @@ class AsyncLLM:
                     self._fail(RuntimeError("the engine was closed"))
                     return
                 if engine.has_work:
-                    self._deliver([seq.id for seq in engine.step()])
+                    self._step()
         except Exception as error:  # the thread's last act: everyone who waits must hear of it
             self._fail(error)
+
+    def _step(self) -> None:
+        engine = self.llm.engine
+        try:
+            grown = engine.step()
+            self.num_failed_steps = 0
+        except Exception as error:
+            self.num_failed_steps += 1
+            if self.num_failed_steps == MAX_FAILED_STEPS:
+                raise
+            grown = engine.recover(error)
+        self._deliver([seq.id for seq in grown])
 
     def _drain(self, *, block: bool) -> bool:
         """Run what others have asked for; False when asked to stop."""
@@ -120,29 +220,32 @@ class AsyncLLM:
             action()
             block = False
 
-    def _start(self, prompt: Prompt, params: SamplingParams, priority: int, deliver: Deliver, box: list[Group]) -> None:
+    def _start(self, request: Request, box: Mailbox) -> None:
         try:
-            group = Group(self.llm, self.llm.requests.make(prompt, params, priority=priority))
+            group = Group(self.llm, request)
         except Exception as error:  # a request must never stop the engine of the others, whatever is wrong with it
-            deliver(error)
+            box.put(error)
+            wake([box])
             return
-        box.append(group)
+        box.groups.append(group)
         for seq in group.sequences:
-            self.groups[seq.id] = (group, deliver)
+            self.boxes[seq.id] = (group, box)
 
-    def _abort(self, box: list[Group]) -> None:
-        for group in box:
+    def _abort(self, box: Mailbox) -> None:
+        for group in box.groups:
             for seq in group.sequences:
                 self.llm.engine.abort(seq.id)
-                self.groups.pop(seq.id, None)
+                self.boxes.pop(seq.id, None)
 
     def _deliver(self, seq_ids: list[int]) -> None:
-        for group, deliver in {id(self.groups[i][0]): self.groups[i] for i in seq_ids if i in self.groups}.values():
+        grown = {id(self.boxes[i][0]): self.boxes[i] for i in seq_ids if i in self.boxes}
+        for group, box in grown.values():
             group.update()
-            deliver(copy(group.output))
+            box.put(copy(group.output))
             if group.output.finished:
                 for seq in group.sequences:
-                    self.groups.pop(seq.id, None)
+                    self.boxes.pop(seq.id, None)
+        wake([box for _, box in grown.values()])
 
     def _fail(self, error: BaseException) -> None:
         """Tell everyone who waits, those too whose requests came after the last drain."""
@@ -150,10 +253,12 @@ class AsyncLLM:
         while not self.inbox.empty():
             if (action := self.inbox.get()) is not None:
                 action()
-        for group, deliver in list(self.groups.values()):
-            self._abort([group])
-            deliver(RuntimeError(f"the engine has stopped: {error}"))
+        boxes = [box for _, box in self.boxes.values()]
+        for box in boxes:
+            box.put(RuntimeError(f"the engine has stopped: {error}"))
+            self._abort(box)
+        wake(boxes)
 
     def _check_alive(self) -> None:
-        if self.failure is not None or not self.thread.is_alive():
+        if not self.alive:
             raise RuntimeError(f"the engine has stopped: {self.failure}; make a new AsyncLLM")

@@ -225,9 +225,18 @@ class RequestMaker:
         self.seeds = random.Random(seed)
         self.cached_processors: dict[int, tuple[SamplingParams, Processors]] = {}
 
-    def make(self, prompt: Prompt, params: SamplingParams, *, priority: int = 0) -> Request:
-        """A checked request. Raises ValueError for an empty prompt, an unknown token id, a prompt that leaves no room
-        in the context, a grammar that cannot be followed, or a policy that the engine does not have."""
+    def make(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        request_id: str | None = None,
+        arrival: float | None = None,
+    ) -> Request:
+        """A checked request; `request_id` and `arrival` (of time.perf_counter) where the caller has them. Raises
+        ValueError for an empty prompt, an unknown token id, a prompt that leaves no room in the context, a grammar that
+        cannot be followed, or a policy that the engine does not have."""
         facts, tokenizer = self.target.facts, self.target.tokenizer
         text = prompt if isinstance(prompt, str) else None
         try:
@@ -257,11 +266,11 @@ class RequestMaker:
             )
         self.prepare(params)
         return Request(
-            id=f"request-{next(self.ids)}",
+            id=request_id or f"request-{next(self.ids)}",
             prompt_token_ids=ids,
             params=params,
             prompt=text,
-            arrival=time.perf_counter(),
+            arrival=time.perf_counter() if arrival is None else arrival,
             priority=priority,
         )
 
@@ -385,6 +394,8 @@ def completion(seq: Sequence) -> CompletionOutput:
         stop_reason=seq.stop_reason,
         logprobs=list(seq.logprobs) if seq.params.logprobs is not None else None,
         speculation=seq.record.copy(),
+        origins=list(seq.origins),
+        text_ends=list(seq.text_ends),
     )
 
 

@@ -101,7 +101,7 @@ class Engine:
         clock.mark("commit")
         self.speculator.time(works, drafts, seconds=clock.seconds)
         self.scheduler.admission.time(sum(clock.seconds.values()) - sum(clock.seconds[name] for name in TARGET_PHASES))
-        self._report(stats, packed, clock.seconds)
+        self._report(stats, works, packed, clock.seconds)
         return [work.seq for work in works if work.samples]
 
     @property
@@ -119,11 +119,28 @@ class Engine:
         """Stop a sequence wherever it is; its pages are free at once. Unknown ids are ignored: it may have ended."""
         if (row := self.rows.get(seq_id)) is not None:
             row.seq.finish_reason = "abort"
-            row.watcher.finish(row.seq, may_stop=False)
-            self._retire(row.seq)
-            for sink in self.row_sinks:
-                if (hear := getattr(sink, "aborted", None)) is not None:
-                    hear(row.seq)
+            self._stop(row)
+
+    def recover(self, error: Exception) -> list[Sequence]:
+        """After a step that raised `error`: end every sequence that ran with it, so that those who wait may go on, and
+        return the ended. Where none ran, those who wait are what cannot go on. Raises what the cache's check finds."""
+        failed = list(self.scheduler.running) or list(self.scheduler.waiting)
+        for row in [self.rows[seq.id] for seq in failed]:
+            if row.seq.finish_reason is None:
+                row.seq.finish_reason, row.seq.stop_reason = "error", f"{type(error).__name__}: {error}"
+            self._stop(row)
+        self.cache.check()
+        return failed
+
+    def _stop(self, row: _Row) -> None:
+        """End a sequence between steps."""
+        row.watcher.finish(row.seq, may_stop=False)
+        if row.seq.text_ends:
+            row.seq.text_ends[-1] = len(row.seq.text)
+        self._retire(row.seq)
+        for sink in self.row_sinks:
+            if (hear := getattr(sink, "aborted", None)) is not None:
+                hear(row.seq)
 
     # -- the phases
 
@@ -233,7 +250,7 @@ class Engine:
             else:
                 stats.num_prefill_tokens += work.num_tokens - 1
                 before = len(seq.tokens)
-                self._emit(row, verdict, output.logits[stop - 1 - len(keep.tokens) : stop])
+                self._emit(row, keep.source, verdict, output.logits[stop - 1 - len(keep.tokens) : stop])
                 emitted = len(seq.tokens) - before
                 accepted = min(emitted, verdict.num_accepted)
                 seq.num_cached = before + accepted
@@ -265,26 +282,21 @@ class Engine:
             start += count
         return ranges
 
-    def _emit(self, row: _Row, verdict: Verdict, logits: Tensor) -> None:
+    def _emit(self, row: _Row, source: str, verdict: Verdict, logits: Tensor) -> None:
         """Append the verdict's tokens one by one until one ends the answer."""
         seq = row.seq
         before = len(seq.tokens)
         now = time.perf_counter()
-        for token in verdict.tokens:
-            row.sampler.advance(token)
-            grammar = row.sampler.grammar
-            ended = append_token(
-                seq,
-                token,
-                watcher=row.watcher,
-                eos_token_ids=self.eos_token_ids,
-                max_context=self.max_context,
-                complete=grammar is not None and grammar.ended,
-            )
-            if grammar is not None and grammar.fault is not None:
-                if not ended:
-                    row.watcher.finish(seq, may_stop=False)
-                seq.finish_reason, seq.stop_reason, ended = "error", grammar.fault, True
+        for token, origin in zip(verdict.tokens, verdict.origins(source)):
+            try:
+                ended = self._append(row, token)
+            except Exception as error:  # what is wrong with one answer must not end the others
+                if self.check:
+                    raise
+                seq.finish_reason, seq.stop_reason, ended = "error", f"{type(error).__name__}: {error}", True
+            if len(seq.origins) < seq.num_output:  # a fault may have come before the token was appended
+                seq.origins.append(origin)
+                seq.text_ends.append(len(seq.text))
             if ended:
                 seq.finish_time = now
                 break
@@ -293,6 +305,24 @@ class Engine:
         if seq.params.logprobs is not None:
             emitted = seq.tokens[before:]
             seq.logprobs.extend(raw_logprobs(logits[: len(emitted)], emitted, seq.params.logprobs))
+
+    def _append(self, row: _Row, token: int) -> bool:
+        """One token; whether it ends the answer."""
+        row.sampler.advance(token)
+        grammar = row.sampler.grammar
+        ended = append_token(
+            row.seq,
+            token,
+            watcher=row.watcher,
+            eos_token_ids=self.eos_token_ids,
+            max_context=self.max_context,
+            complete=grammar is not None and grammar.ended,
+        )
+        if grammar is not None and grammar.fault is not None:
+            if not ended:
+                row.watcher.finish(row.seq, may_stop=False)
+            row.seq.finish_reason, row.seq.stop_reason, ended = "error", grammar.fault, True
+        return ended
 
     def _store_prompt_logprobs(self, seq: Sequence, logits: Tensor) -> None:
         """Rows predict positions num_cached + 1 ..; position 0 has no prediction. After a preemption what is there
@@ -342,13 +372,15 @@ class Engine:
         self.speculator.drafter.forget(seq.id)
         self.speculator.forget(seq.id, row.plan)
 
-    def _report(self, stats: StepStats, packed: Packed, seconds: dict[str, float]) -> None:
+    def _report(self, stats: StepStats, works: list[Work], packed: Packed, seconds: dict[str, float]) -> None:
         totals = self.totals
         stats.seconds = seconds
         stats.num_packed_tokens = packed.num_tokens
         stats.num_running = len(self.scheduler.running)
         stats.num_waiting = len(self.scheduler.waiting)
         stats.num_preempted = self.scheduler.num_preempted - totals.num_preempted
+        if self.sinks:
+            stats.plain_seconds = self.speculator.plain_seconds(works, num_emitted=stats.num_emitted)
         totals.num_steps += 1
         totals.num_prompt_tokens += stats.num_prefill_tokens
         totals.num_output_tokens += stats.num_emitted

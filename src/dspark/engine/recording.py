@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dspark.observe import ProfileLog
+from dspark.observe.profile import ProfileLog
 
 if TYPE_CHECKING:
     from dspark.engine.llm import LLM

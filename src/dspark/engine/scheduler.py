@@ -144,8 +144,8 @@ class Scheduler:
         index = self.waiting.index(seq)
         self.admission.pass_over([passed.id for passed in itertools.islice(self.waiting, index)])
         del self.waiting[index]
-        if not seq.num_output and not seq.num_preemptions:
-            seq.num_prefix_hits = seq.num_cached
+        if seq.start_time is None:
+            seq.start_time, seq.num_prefix_hits = self.clock(), seq.num_cached
         self.running.append(seq)
         return Work(seq=seq, num_tokens=count, samples=count == seq.num_pending)
 

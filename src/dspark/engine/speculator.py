@@ -191,6 +191,18 @@ class Speculator:
         """Seconds of the target's phases of the step that was planned last; None where nothing is measured."""
         return None if self.cost is None else self.cost.predict(self.shape)
 
+    def plain_seconds(self, works: Seq[Work], *, num_emitted: int) -> float | None:
+        """What plain decoding would have needed for the tokens of this step: a pass like it without drafts, and more of
+        the rows that decode for what they emitted beyond one token each. None where nothing is measured."""
+        if self.cost is None:
+            return None
+        seconds = self.cost.predict(_shape(works))
+        decoding = [work for work in works if work.num_tokens == 1 and work.samples]
+        extra = num_emitted - sum(work.samples for work in works)
+        if extra > 0 and decoding:
+            seconds += extra / len(decoding) * self.cost.predict(_shape(decoding))
+        return seconds
+
     def time(self, works: Seq[Work], drafts: Seq[Draft], *, seconds: Mapping[str, float]) -> None:
         """What the step that was planned last took, by phase. One with prompt chunks says nothing of the others."""
         if self.cost is None or any(work.num_tokens != 1 for work in works):

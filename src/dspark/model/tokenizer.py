@@ -71,6 +71,12 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return bool(self.hf.chat_template)
 
+    @property
+    def chat_template(self) -> str:
+        """The template's text; of several, all of them one after another."""
+        template = self.hf.chat_template or ""
+        return template if isinstance(template, str) else "\n".join(template.values())
+
     def vocabulary(self) -> dict[str, int]:
         """Every token as the vocabulary writes it, with its id; padding rows are not in it."""
         return dict(self.hf.get_vocab())
