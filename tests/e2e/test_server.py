@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import httpx
 import jsonschema
@@ -24,6 +25,7 @@ from dspark.config import SpeculationConfig
 from dspark.serve.tools import STYLES
 from tests.server import serving
 from tests.tiny_folder import tiny_folder
+from tests.tool_cases import CASES
 
 TEXT = "hello hello hello hello"
 SCHEMA = {
@@ -246,6 +248,38 @@ def test_tools_are_called_streamed_or_not(alone, style):
         none = running.client.chat.completions.create(tool_choice="none", **(ask | {"max_tokens": 4}))
         assert none.choices[0].message.tool_calls is None
         running.settle()
+
+
+@pytest.fixture(scope="module")
+def tool_servers(alone):
+    with ExitStack() as stack:
+        yield {
+            style: stack.enter_context(
+                serving(alone.variant(speculation=SpeculationConfig(method="suffix")), tool_call_parser=style)
+            )
+            for style in STYLES
+        }
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("case", CASES)
+def test_twenty_kinds_of_calls_come_through_openais_client(tool_servers, case, style):
+    running, tools = tool_servers[style], CASES[case]
+    ask = {"model": running.service.names[0], "messages": CHAT, "tools": tools, "max_tokens": 300, "seed": 4}
+    answer = running.client.chat.completions.create(tool_choice="required", parallel_tool_calls=False, **ask)
+    assert answer.choices[0].finish_reason == "tool_calls"
+    [call] = answer.choices[0].message.tool_calls
+    schemas = {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in tools}
+    arguments = json.loads(call.function.arguments)
+    assert isinstance(arguments, dict)
+    jsonschema.validate(arguments, schemas[call.function.name])
+    name, pieces = "", ""
+    for chunk in running.client.chat.completions.create(
+        tool_choice="required", parallel_tool_calls=False, stream=True, **ask
+    ):
+        for piece in chunk.choices[0].delta.tool_calls or []:
+            name, pieces = name + (piece.function.name or ""), pieces + (piece.function.arguments or "")
+    assert (name, pieces) == (call.function.name, call.function.arguments)
 
 
 def test_reasoning_is_told_apart_and_structures_begin_behind_it(alone):

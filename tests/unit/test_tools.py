@@ -9,41 +9,10 @@ import jsonschema
 import pytest
 
 from dspark import LLM, SamplingParams
-from dspark.serve.tools import STYLES, ToolCallStream, parse_tool_calls, read_tools, tool_structure
+from dspark.serve.parts import Parts
+from dspark.serve.tools import STYLES, ToolCallStream, closed, parse_tool_calls, read_tools, tool_structure
 from tests.tiny_folder import tiny_folder
-
-
-def tool(name, properties, required=(), **more):
-    parameters = {"type": "object", "properties": properties, "required": list(required), "additionalProperties": False}
-    return {"type": "function", "function": {"name": name, "parameters": parameters | more}}
-
-
-SHORT = {"type": "string", "maxLength": 3}
-SMALL = {"type": "integer", "minimum": 0, "maximum": 9}
-CASES = {
-    "flat string": [tool("say", {"text": SHORT}, ["text"])],
-    "flat integer": [tool("wait", {"seconds": SMALL}, ["seconds"])],
-    "flat number": [tool("scale", {"by": {"enum": [0.5, 1.25]}}, ["by"])],
-    "flat boolean": [tool("lamp", {"on": {"type": "boolean"}}, ["on"])],
-    "null": [tool("clear", {"what": {"type": "null"}}, ["what"])],
-    "two fields": [tool("move", {"x": SMALL, "y": SMALL}, ["x", "y"])],
-    "no fields": [tool("stop", {})],
-    "no parameters": [{"type": "function", "function": {"name": "ping"}}],
-    "optional": [tool("find", {"word": SHORT, "most": SMALL}, ["word"])],
-    "all optional": [tool("list", {"a": SMALL, "b": SMALL})],
-    "enum": [tool("paint", {"colour": {"enum": ["red", "green", "blue"]}}, ["colour"])],
-    "mixed enum": [tool("set", {"value": {"enum": [1, "one", None]}}, ["value"])],
-    "const": [tool("mode", {"mode": {"const": "fast"}}, ["mode"])],
-    "array": [tool("sum", {"of": {"type": "array", "items": SMALL, "minItems": 1, "maxItems": 3}}, ["of"])],
-    "array of enums": [tool("tags", {"t": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 2}}, ["t"])],
-    "nested": [tool("book", {"who": {"type": "object", "properties": {"age": SMALL}, "required": ["age"],
-                                     "additionalProperties": False}}, ["who"])],
-    "array of objects": [tool("cart", {"items": {"type": "array", "minItems": 1, "maxItems": 2, "items": {
-        "type": "object", "properties": {"n": SMALL}, "required": ["n"], "additionalProperties": False}}}, ["items"])],
-    "any of": [tool("id", {"id": {"anyOf": [SMALL, {"enum": ["x"]}]}}, ["id"])],
-    "several functions": [tool("a.b-c_1", {"x": SMALL}, ["x"]), tool("other", {"y": SMALL}, ["y"])],
-    "signs": [tool("echo", {"s": {"enum": ['a "quoted" }', "</tool_call>", "line\nbreak", "é日"]}}, ["s"])],
-}  # fmt: skip
+from tests.tool_cases import CASES, tool
 
 
 @pytest.fixture(scope="module")
@@ -180,3 +149,59 @@ def test_under_auto_free_text_stays_free_and_calls_are_calls(llm, style):
 def test_bad_tools_are_refused_by_name(tools, choice, style, message):
     with pytest.raises(ValueError, match=message):
         tool_structure(tools, choice, style=style)
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_parts_send_each_character_once_in_any_pieces(style):
+    """Whole or streamed, cut or complete, with or without reasoning: deltas join to what the message says."""
+    rng = random.Random(4)
+    for before, calls, after in TEXTS[style]:
+        for cut in (None, len(before) + len(calls) - 3, len(before) + len(calls) // 2, 1):
+            for reasoning in (None, "</think>"):
+                text = (before + calls + after)[:cut]
+                if reasoning is not None:
+                    text = "so < </thin it is" + reasoning + text
+                whole = Parts(style=style, reasoning_end=reasoning)
+                whole.push(text)
+                whole.finish()
+                message = whole.message()
+                parts, place, found = Parts(style=style, reasoning_end=reasoning), 0, {"content": "", "reasoning": ""}
+                arguments = {}
+                while place <= len(text):
+                    size = rng.randint(1, 6)
+                    parts.push(text[place : place + size])
+                    place += size
+                    if place > len(text):
+                        parts.finish()
+                    delta = parts.delta()
+                    found["content"] += delta.get("content", "")
+                    found["reasoning"] += delta.get("reasoning_content", "")
+                    for call in delta.get("tool_calls", []):
+                        known = arguments.setdefault(call["index"], ["", ""])
+                        known[0] += call["function"].get("name", "")
+                        known[1] += call["function"]["arguments"]
+                assert found["content"] == (message["content"] or "")
+                assert found["reasoning"] == message.get("reasoning_content", "")
+                told = [[c["function"]["name"], c["function"]["arguments"]] for c in message.get("tool_calls", [])]
+                assert [arguments[i] for i in sorted(arguments)] == told
+                if cut is None:
+                    assert told and all(json.loads(call[1]) is not None for call in told)
+
+
+def test_arguments_that_no_function_knows_are_not_invented():
+    inner = {"type": "object", "properties": {"x": {"type": "integer"}}}
+    schema = {"type": "object", "properties": {"a": inner, "b": {"type": "array", "items": inner}}}
+    shut = {**inner, "additionalProperties": False}
+    assert closed(schema) == {
+        "type": "object",
+        "properties": {"a": shut, "b": {"type": "array", "items": shut}},
+        "additionalProperties": False,
+    }
+    for open_one in (
+        {**inner, "additionalProperties": True},
+        {**inner, "patternProperties": {"y": {}}},
+        {**inner, "allOf": [inner]},
+        {"type": "object"},
+        True,
+    ):
+        assert closed(open_one) == open_one

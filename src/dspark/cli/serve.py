@@ -7,6 +7,7 @@ import argparse
 import dataclasses
 import os
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     engine.add_argument("--cache-gib", type=float, metavar="GIB", help="memory of the KV cache")
     engine.add_argument("--seed", type=int, metavar="N", help="of requests that name none")
     options.add_speculation_arguments(parser, task=False)
+    learned = parser.add_argument_group("what is learned")
+    learned.add_argument("--profile", metavar="FILE", help="record drafts and acceptance of each answer")
+    learned.add_argument("--save-history", metavar="FILE", help="keep what was learned of acceptance, at the end")
     group = parser.add_argument_group("server")
     add = group.add_argument
     add("--host", help="address to listen on (default: 127.0.0.1; 0.0.0.0 for all)")
@@ -56,6 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Until SIGTERM or Ctrl-C."""
     if args.model_tag is not None:
+        if args.model not in (options.DEFAULT_MODEL, args.model_tag):
+            raise ValueError(f"MODEL is {args.model_tag!r} and --model {args.model!r}: give one of them")
         args.model = args.model_tag
     config = options.read_config(args)
     engine = config.engine if args.seed is None else dataclasses.replace(config.engine, seed=args.seed)
@@ -72,7 +78,15 @@ def run(args: argparse.Namespace) -> int:
             flush=True,
         )
 
-    server.run(args.model, config, progress=ProgressBar(), ready=ready)
+        if args.profile is not None:
+            stack.enter_context(service.llm.profile(args.profile))
+        served.append(service.llm)
+
+    served: list[Any] = []
+    with ExitStack() as stack:
+        server.run(args.model, config, progress=ProgressBar(), ready=ready)
+    if args.save_history is not None:
+        served[0].save_history(args.save_history)
     return 0
 
 

@@ -54,7 +54,7 @@ class Parts:
         self.held = ""
         if self.stream is not None:
             self.stream.finish()
-            self._tell("")
+            self.content, self.calls = self.stream.content, self.stream.calls
 
     def delta(self) -> dict[str, Any]:
         """What has come since the last call, as OpenAI's delta; empty where nothing has."""

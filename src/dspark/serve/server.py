@@ -51,6 +51,7 @@ def run(
     listener = bind(settings.host, settings.port)
     try:
         tls = _tls(settings)
+        log.info("loading %s, and measuring what its passes cost where that is not known yet", model)
         llm = LLM(model, speculative_config=config.speculation, progress=progress, **_fields(config.engine))
         service = Service(llm, settings)
         try:

@@ -20,6 +20,8 @@ SPELLING = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible"
 """Of arguments, as chat templates write them. Free spaces invite a model to go on with them for ever."""
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 CHOICES = ("auto", "none", "required")
+COMBINES = {"allOf", "anyOf", "oneOf", "not", "if", "$ref", "$dynamicRef", "dependentSchemas"}
+OPENS = {"additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames"}
 NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 
 
@@ -154,7 +156,24 @@ def tool_structure(
 
 
 def _spelled(tool: Tool) -> dict[str, Any]:
-    return {**tool.parameters, "x-guidance": SPELLING}
+    return {**closed(tool.parameters), "x-guidance": SPELLING}
+
+
+def closed(schema: Any) -> Any:
+    """The schema with no fields but those it names, where it does not say. Arguments that a function does not know
+    help nobody, and small models go on inventing them. Objects that combine schemas are left as they are: what one
+    part does not name another may."""
+    if not isinstance(schema, Mapping) or COMBINES & set(schema):
+        return schema
+    found = dict(schema)
+    if isinstance(properties := schema.get("properties"), Mapping):
+        found["properties"] = {name: closed(value) for name, value in properties.items()}
+        if not OPENS & set(schema):
+            found["additionalProperties"] = False
+    for key in ("items", "additionalProperties"):
+        if isinstance(schema.get(key), Mapping):
+            found[key] = closed(schema[key])
+    return found
 
 
 def _calls(tools: Sequence[Tool], form: ToolStyle, *, several: bool) -> StructuredOutputs:
