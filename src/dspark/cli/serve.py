@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import os
 import sys
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +57,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--shutdown-grace", type=float, metavar="S", help="seconds that running answers get after SIGTERM")
     add("--log-format", choices=LOG_FORMATS, help="of the log on stderr")
     add("--no-page", dest="page", action="store_false", default=None, help="without the page at /")
+    group = parser.add_argument_group("Weights & Biases")
+    group.add_argument("--wandb", metavar="PROJECT", help="log speed and acceptance over time to this project")
+    group.add_argument("--wandb-interval", type=float, default=30.0, metavar="S", help="seconds between entries")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -66,6 +71,8 @@ def run(args: argparse.Namespace) -> int:
     config = options.read_config(args)
     engine = config.engine if args.seed is None else dataclasses.replace(config.engine, seed=args.seed)
     config = dataclasses.replace(config, engine=engine, server=_server(args, config.server))
+    if args.wandb is not None and importlib.util.find_spec("wandb") is None:
+        raise ValueError("--wandb needs Weights & Biases: pip install 'dspark[wandb]'")
     from dspark.serve import server
 
     def ready(address: str, service: Any) -> None:
@@ -80,6 +87,8 @@ def run(args: argparse.Namespace) -> int:
 
         if args.profile is not None:
             stack.enter_context(service.llm.profile(args.profile))
+        if args.wandb is not None:
+            stack.enter_context(_logged(service, args))
         served.append(service.llm)
 
     served: list[Any] = []
@@ -88,6 +97,18 @@ def run(args: argparse.Namespace) -> int:
     if args.save_history is not None:
         served[0].save_history(args.save_history)
     return 0
+
+
+@contextmanager
+def _logged(service: Any, args: argparse.Namespace) -> Iterator[None]:
+    from dspark.observe.wandb_sink import ServingRun
+
+    run = ServingRun(service.metrics, project=args.wandb, config=service.llm.info())
+    run.start(args.wandb_interval)
+    try:
+        yield
+    finally:
+        run.close()
 
 
 def _server(args: argparse.Namespace, base: ServerConfig) -> ServerConfig:

@@ -4,11 +4,13 @@ It must never start anew what the output folder already holds, nor lose a step t
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", default="auto", help="auto, cpu or cuda")
     add("--threads", type=int, metavar="N", help="CPU threads")
     add("--json", action="store_true", help="rows of training and validation as JSON lines on stdout")
+    add("--wandb", metavar="PROJECT", help="log them to this project of Weights & Biases too")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -43,9 +46,31 @@ def run(args: argparse.Namespace) -> int:
     from dspark.train.recipe import load_recipe
 
     recipe = load_recipe(args.recipe, overrides=overrides(args.set))
+    console, progress = Console(as_json=args.json), ProgressBar()
+    with ExitStack() as stack:
+        sinks: list[Callable[[Mapping[str, Any]], None]] = [console]
+        if args.wandb is not None:
+            from dspark.observe.wandb_sink import training_sink
+
+            logged = training_sink(project=args.wandb, config=dataclasses.asdict(recipe))
+            stack.callback(logged.close)
+            sinks.append(logged)
+        return _run(args, recipe, console, progress, sinks)
+
+
+def _run(
+    args: argparse.Namespace,
+    recipe: Any,
+    console: Console,
+    progress: ProgressBar,
+    sinks: Sequence[Callable[[Mapping[str, Any]], None]],
+) -> int:
     from dspark.train.run import TrainingRun
 
-    console, progress = Console(as_json=args.json), ProgressBar()
+    def tell(row: Mapping[str, Any]) -> None:
+        for sink in sinks:
+            sink(row)
+
     training = TrainingRun(
         recipe,
         Path(args.out),
@@ -56,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
         device=args.device,
         threads=args.threads,
         progress=progress,
-        sink=console,
+        sink=tell,
     )
     examples = training.answers()
     if args.answers_only:

@@ -20,6 +20,8 @@ from dspark.types import Sequence as Seq
 MAX_LABELS = 64
 """Values of a label that callers may choose; what comes after counts as OTHER."""
 OTHER = "other"
+REASONS = ("stop", "length", "abort", "error")
+"""Why answers end. Counted from 0 on: a rate does not see the first count of a series that was not there before."""
 WINDOW = 5.0
 """Seconds over which speeds are taken."""
 LONGEST_HISTORY = 4096
@@ -127,7 +129,7 @@ class Counts:
     silent_steps: int = 0
     verified_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
-    finished: dict[str, int] = field(default_factory=dict)
+    finished: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REASONS, 0))
     seconds_by_phase: dict[str, float] = field(default_factory=dict)
 
 
@@ -173,6 +175,7 @@ class EngineMetrics:
             "spec_decode_accepted_length": Histogram(LENGTHS),
         }
         self.open: dict[int, tuple[Seq, float]] = {}
+        self.ended: set[int] = set()  # by the step that runs: if it fails now, the engine tells of their end again
         self.recent: deque[tuple[float, int, float, float | None]] = deque(maxlen=LONGEST_HISTORY)
 
     # -- sinks
@@ -198,6 +201,7 @@ class EngineMetrics:
                 counts.plain_seconds += stats.plain_seconds
                 counts.decode_seconds += total
             self.recent.append((self.clock(), stats.num_emitted, total, stats.plain_seconds))
+            self.ended.clear()
 
     def __call__(self, step: RowStep) -> None:
         """Of one row."""
@@ -212,12 +216,16 @@ class EngineMetrics:
             self.open[seq.id] = (seq, now)
             self._count(step)
             if seq.finish_reason is not None:
+                self.ended.add(seq.id)
                 self._finish(seq)
 
     def aborted(self, seq: Seq) -> None:
-        """The engine ended a sequence between steps."""
+        """The engine ended a sequence between steps, or after a step that failed when it had ended already."""
         with self.lock:
-            self._finish(seq)
+            if seq.id in self.ended:
+                self.ended.discard(seq.id)
+            else:
+                self._finish(seq)
 
     def _count(self, step: RowStep) -> None:
         counts = self.counts
@@ -278,8 +286,9 @@ class EngineMetrics:
         first_began = steps[0][0] - steps[0][2]
         speed = Speed(tokens_per_second=emitted / max(now - first_began, 1e-9))
         known = [(step[2], step[3]) for step in steps if step[3] is not None]
-        if len(known) == len(steps) and (plain := sum(step[1] for step in known)) > 0:
-            speed.speedup = plain / sum(step[0] for step in known)
+        plain, spent = sum(step[1] for step in known), sum(step[0] for step in known)
+        if len(known) == len(steps) and plain > 0 and spent > 0:
+            speed.speedup = plain / spent
             speed.plain_tokens_per_second = speed.tokens_per_second / speed.speedup
         return speed
 
@@ -287,7 +296,7 @@ class EngineMetrics:
         """Answers that have begun, oldest first."""
         now, found = self.clock(), []
         for seq, _ in list(self.open.values()):
-            decoding = now - (seq.first_token_time or now)
+            decoding = 0.0 if seq.first_token_time is None else now - seq.first_token_time
             found.append(
                 Running(
                     id=seq.request.id,
@@ -304,6 +313,7 @@ class EngineMetrics:
 
 def _of(known: dict[str, Acceptance], name: str) -> Acceptance:
     """The count of a name, or of all others once there are MAX_LABELS."""
+    name = name.encode("utf-8", "replace").decode()  # half a surrogate pair, which JSON can spell, cannot be exposed
     if name not in known:
         name = name if len(known) < MAX_LABELS else OTHER
         known.setdefault(name, Acceptance())

@@ -9,10 +9,11 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
-from prometheus_client.exposition import choose_encoder
+from prometheus_client.exposition import choose_encoder, generate_latest
+from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 
-from dspark.observe.metrics import Acceptance, EngineMetrics, HttpCounts
+from dspark.observe.metrics import Acceptance, EngineMetrics, Gauges, HttpCounts
 
 PREFIX = "dspark:"
 ENGINE = "0"
@@ -61,16 +62,20 @@ class Exporter(Collector):
 
     def render(self, accept: str = "") -> tuple[bytes, str]:
         """(body, content type), in the format that the Accept header asks for."""
-        encode, content_type = choose_encoder(accept)
-        return encode(self.registry), content_type
+        _, content_type = choose_encoder(accept)
+        if content_type.startswith("application/openmetrics-text"):
+            # Every name here is one that any reader takes. Left to escape what is not, the library takes the colon,
+            # which is legal, for such, and Prometheus would read dspark_... in this format alone.
+            return openmetrics.generate_latest(self.registry, escaping=openmetrics.ALLOWUTF8), content_type
+        return generate_latest(self.registry), content_type
 
     def collect(self) -> Iterator[Any]:
         """Every family; called by the registry."""
+        now = self.metrics.gauges()  # the engine's own: asked before the lock, for which its thread may wait
         with self.metrics.lock:
-            return iter([*self._gauges(), *self._counters(), *self._acceptance(), *self._histograms()])
+            return iter([*self._gauges(now), *self._counters(), *self._acceptance(), *self._histograms()])
 
-    def _gauges(self) -> Iterator[Any]:
-        now = self.metrics.gauges()
+    def _gauges(self, now: Gauges) -> Iterator[Any]:
         yield self._gauge("num_requests_running", "Answers being made.", now.num_running)
         yield self._gauge("num_requests_waiting", "Answers that wait for a place.", now.num_waiting)
         yield self._gauge("kv_cache_usage_perc", "Pages of the KV cache in use, 0 to 1.", now.cache_usage)

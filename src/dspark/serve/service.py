@@ -17,6 +17,7 @@ from dspark.engine.llm import LLM
 from dspark.observe.metrics import EngineMetrics, Gauges
 from dspark.params import SamplingParams
 from dspark.serve.errors import Refusal, askers_fault
+from dspark.serve.memory import Trimming
 from dspark.types import Request, RequestOutput
 
 log = logging.getLogger("dspark.serve")
@@ -37,6 +38,7 @@ class Service:
         llm.add_sink(self.metrics.on_step)
         llm.add_row_sink(self.metrics)
         self.engine = AsyncLLM.over(llm)
+        self.memory = Trimming()
         self.began = time.monotonic()
         self.created = int(time.time())
         self.num_open = 0
@@ -140,6 +142,7 @@ class Service:
 
     def close(self) -> None:
         """Stop the engine."""
+        self.memory.close()
         self.engine.close()
 
     # -- what is the case
