@@ -1,8 +1,8 @@
-# make demo | test | bench | docs | format | clean     (PYTHON=python3.12 make ... chooses the interpreter)
+# make demo | test | test-page | bench | docs | format | clean     (PYTHON=python3.12 make ... chooses the interpreter)
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: demo install test lint bench bench-smollm2 bench-qwen docs format clean
+.PHONY: demo install test test-page lint bench bench-smollm2 bench-qwen docs format clean
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -46,6 +46,11 @@ lint: $(VENV)/.installed-test
 
 test: lint
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# The live page in headless Chromium, which must be on the PATH.
+test-page: $(VENV)/.installed-test
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[page-test]'
+	$(BIN)/python -m pytest tests/e2e/test_page.py tests/e2e/test_page_served.py $(PYTEST_ARGS)
 
 # Each figure is a ratio within one run; leave the machine alone meanwhile. REPEAT=1 is a quick look.
 bench: bench-smollm2 bench-qwen

@@ -33,6 +33,12 @@ const inTokens = (count) => `${number(count)} ${count === 1 ? "token" : "tokens"
 const percent = (value) => (value === null ? UNKNOWN : number(100 * value, 0, "%"));
 const ratio = (part, whole) => (whole > 0 ? part / whole : null);
 
+// In full until it no longer fits its place.
+function count(value, most = 1e6) {
+  if (!(value >= most)) return number(value);
+  return value.toLocaleString("en", { notation: "compact", maximumSignificantDigits: 4 });
+}
+
 function duration(seconds) {
   if (!Number.isFinite(seconds)) return UNKNOWN;
   const minutes = Math.floor(seconds / 60);
@@ -197,8 +203,8 @@ function drawSpeed({ speed, requests, kv_cache_usage, totals }) {
   setText($("running"), `${number(requests.running)} of ${number(requests.max_running)}`);
   setText($("waiting"), number(requests.waiting));
   setText($("cache"), percent(kv_cache_usage));
-  setText($("generated"), number(totals.generation_tokens));
-  setText($("prompted"), number(totals.prompt_tokens));
+  setText($("generated"), count(totals.generation_tokens));
+  setText($("prompted"), count(totals.prompt_tokens));
   setText($("guesses"), guessesText(totals));
   remember(speed);
   drawChart();
@@ -211,7 +217,7 @@ function savedText(seconds) {
 }
 
 function guessesText({ verified, accepted }) {
-  return verified > 0 ? `${percent(accepted / verified)} of ${number(verified)}` : UNKNOWN;
+  return verified > 0 ? `${percent(accepted / verified)} of ${count(verified)}` : UNKNOWN;
 }
 
 // ---------------------------------------------------------------------------------------------- the chart
@@ -346,9 +352,9 @@ function groupCells({ name, steps, emitted, verified, accepted }) {
     name || "none",
     number(ratio(emitted, steps), 2),
     percent(ratio(accepted, verified)),
-    `${number(accepted)} / ${number(verified)}`,
-    number(emitted),
-    number(steps),
+    [accepted, verified].map((value) => count(value, 1e5)).join(" / "),
+    count(emitted, 1e5),
+    count(steps, 1e5),
   ];
 }
 
@@ -364,18 +370,17 @@ function drawPositions(positions) {
 function newBar(bars) {
   const item = make("li");
   const room = make("span", { name: "room" });
-  room.append(make("span", { name: "bar" }));
-  for (const hidden of [make("span", { name: "value" }), room, make("span", { name: "position" })]) {
-    hidden.setAttribute("aria-hidden", "true");
-    item.append(hidden);
-  }
-  item.append(make("span", { name: "sr" }));
+  room.append(make("span", { name: "value" }), make("span", { name: "bar" }));
+  const place = make("span", { name: "position" });
+  for (const drawn of [room, place]) drawn.setAttribute("aria-hidden", "true");
+  item.append(room, place, make("span", { name: "sr" }));
   bars.append(item);
   return item;
 }
 
 function drawBar(item, { position, verified, accepted }) {
-  const [value, room, place, spoken] = item.children;
+  const [room, place, spoken] = item.children;
+  const [value, bar] = room.children;
   const share = ratio(accepted, verified);
   const counts = `${number(accepted)} of ${number(verified)} checked guesses accepted`;
   setText(value, percent(share));
@@ -383,7 +388,7 @@ function drawBar(item, { position, verified, accepted }) {
   setText(spoken, `Position ${position + 1}: ${percent(share)}, ${counts}`);
   item.title = `Position ${position + 1}: ${counts}`;
   item.toggleAttribute("data-few", verified < FEW);
-  room.firstChild.style.setProperty("--share", String(share ?? 0));
+  bar.style.setProperty("--share", String(share ?? 0));
 }
 
 function positionCells({ position, verified, accepted }, first) {
@@ -482,6 +487,7 @@ class Answer {
     keepAtEnd(() => {
       this.words.hidden = !this.text;
       this.summary.replaceChildren(...this.parts(problem));
+      this.summary.hidden = !this.summary.hasChildNodes();
       if (this.counts.size) this.node.append(this.bar());
       if (problem?.error) this.node.append(make("p", { name: "error", text: `Error: ${problem.error}` }));
     });
@@ -497,7 +503,7 @@ class Answer {
     const seconds = (performance.now() - this.started) / 1000;
     const tokens = this.usage?.completion_tokens ?? this.tokens;
     const length = this.metrics?.speculative_decoding?.mean_acceptance_length;
-    if (this.first === null) return [`${number(seconds, 2)} s`];
+    if (this.first === null) return [];
     return [
       inTokens(tokens),
       `${number(seconds, 2)} s`,
