@@ -163,10 +163,10 @@ class ServerConfig:
     `served_model_name`: what clients call the model, the first of them in answers (None: the model's own name).
     `api_key`: any of these must be sent as a bearer token. `max_queue`: answers that may wait for a place, beyond which
     a request is told to come again (429). `max_request_bytes` of a body, `body_timeout` seconds to send it,
-    `request_timeout` seconds until an answer is given up (None: never), `shutdown_grace` seconds that running answers
-    get after SIGTERM. `tool_call_parser`: how the model writes tool calls (None: told by its chat template).
-    `reasoning_end`: the marker, such as "</think>", up to which an answer is reasoning: structures begin behind it, and
-    it is told apart from the content.
+    `request_timeout` seconds until an answer is given up (None: never), `send_timeout` seconds that a stream waits for
+    its reader to take a piece, `shutdown_grace` seconds that running answers get after SIGTERM. `tool_call_parser`: how
+    the model writes tool calls (None: told by its chat template). `reasoning_end`: the marker, such as "</think>", up
+    to which an answer is reasoning: structures begin behind it, and it is told apart from the content.
     `per_request_spec_decode_metrics`: what of speculation responses tell unasked.
     """
 
@@ -183,6 +183,7 @@ class ServerConfig:
     max_request_bytes: int = 8 * 1024**2
     body_timeout: float = 30.0
     request_timeout: float | None = None
+    send_timeout: float = 30.0
     keep_alive_timeout: float = 5.0
     shutdown_grace: float = 30.0
     tool_call_parser: str | None = None
@@ -197,13 +198,14 @@ class ServerConfig:
             value = getattr(self, name)
             words = [value] if isinstance(value, str) else list(value)
             if not all(isinstance(word, str) and word for word in words):
-                raise ValueError(f"{name}={value!r} is not usable: give one or more texts that are not empty")
+                shown = "<...>" if name == "api_key" else repr(value)
+                raise ValueError(f"{name}={shown} is not usable: give one or more texts that are not empty")
             object.__setattr__(self, name, tuple(words))
         if isinstance(self.port, bool) or not isinstance(self.port, int) or not 0 <= self.port < 2**16:
             raise ValueError(f"port={self.port!r} is not usable: give 1 to 65535, or 0 for any that is free")
         _at_least("max_queue", self.max_queue, 0)
         _at_least("max_request_bytes", self.max_request_bytes, 1024)
-        for name in ("body_timeout", "request_timeout", "keep_alive_timeout", "shutdown_grace"):
+        for name in ("body_timeout", "request_timeout", "send_timeout", "keep_alive_timeout", "shutdown_grace"):
             value = getattr(self, name)
             if name == "request_timeout" and value is None:
                 continue
@@ -215,6 +217,8 @@ class ServerConfig:
         _choice("page", self.page, (True, False))
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise ValueError("ssl_keyfile and ssl_certfile belong together: give both, or neither")
+        if self.ssl_ca_certs is not None and self.ssl_certfile is None:
+            raise ValueError("ssl_ca_certs is for TLS: give ssl_certfile and ssl_keyfile too")
         if self.reasoning_end is not None and not self.reasoning_end:
             raise ValueError("reasoning_end is empty: give a marker such as '</think>', or leave it out")
         if not self.root_path.startswith("/") and self.root_path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json as json_text
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -13,14 +14,32 @@ MAX_LOGPROBS = 20
 MAX_ANSWERS = 128
 MAX_NUMBER = 10**6
 MIN_REPETITION_PENALTY = 1e-3
+MAX_INTEGER = 2**31
 MAX_STOP_STRINGS = 64
+MAX_BAD_WORDS = 256
+LONGEST_SHOWN = 120
+"""Characters of a wrong value that its refusal repeats."""
 MAX_TASK_LENGTH = 128
 AUTOMATIC_CLASS = "#"
 """How the names begin of classes of prompts that are found while serving (plan/history): no task may begin so."""
 
 
+class FieldError(ValueError):
+    """A field of a request that is not usable. `param`: its name."""
+
+    def __init__(self, name: str, value: object, cure: str) -> None:
+        try:
+            shown = repr(value)
+        except ValueError:  # more digits than Python writes
+            shown = "<a huge number>"
+        if len(shown) > LONGEST_SHOWN:
+            shown = f"{shown[:LONGEST_SHOWN]}..."
+        self.param = re.split(r"[.\[ ]", name)[0]
+        super().__init__(f"{name}={shown} is not usable: {cure}")
+
+
 def _fail(name: str, value: object, cure: str) -> None:
-    raise ValueError(f"{name}={value!r} is not usable: {cure}")
+    raise FieldError(name, value, cure)
 
 
 def _number(name: str, value: object) -> float:
@@ -33,6 +52,8 @@ def _number(name: str, value: object) -> float:
 def _integer(name: str, value: object, *, least: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         _fail(name, value, f"give a whole number of at least {least}")
+    if value >= MAX_INTEGER:  # type: ignore[operator]
+        _fail(name, value, "give a whole number below 2**31")
     return int(value)  # type: ignore[call-overload]
 
 
@@ -306,6 +327,8 @@ class SamplingParams:
         stops = [self.stop] if isinstance(self.stop, str) else list(self.stop)
         if len(stops) > MAX_STOP_STRINGS:
             _fail("stop", f"<{len(stops)} strings>", f"at most {MAX_STOP_STRINGS} are watched")
+        if len(self.bad_words) > MAX_BAD_WORDS:
+            _fail("bad_words", f"<{len(self.bad_words)} words>", f"at most {MAX_BAD_WORDS} are kept out")
         for name, words in (("stop", stops), ("bad_words", self.bad_words)):
             if isinstance(words, str) or any(not isinstance(word, str) for word in words):
                 _fail(name, words, "give a list of strings")

@@ -510,7 +510,7 @@ def test_a_step_that_fails_ends_what_ran_and_the_server_goes_on(alone, monkeypat
         running.settle()
         monkeypatch.setattr(engine.runner, "forward", lambda *a, **k: 1 / 0)
         statuses = [running.post("/v1/completions", ask).status_code for _ in range(4)]
-        assert statuses == [500, 500, 500, 503]
+        assert statuses == [500, 500, 503, 503]
         assert running.get("/health").status_code == 503
 
 

@@ -19,6 +19,11 @@ from dspark.engine.llm import LLM, Group, Message, Prompt
 from dspark.params import SamplingParams
 from dspark.types import Request, RequestOutput
 
+
+class EngineStopped(RuntimeError):
+    """No further request can be answered."""
+
+
 MAX_FAILED_STEPS = 3
 """In a row, after which the engine is taken for broken."""
 
@@ -129,7 +134,7 @@ class AsyncLLM:
     ) -> AsyncIterator[RequestOutput]:
         """Stream one answer; a smaller `priority` is more urgent.
 
-        Raises ValueError for a request that cannot be done, RuntimeError when the engine has stopped.
+        Raises ValueError for a request that cannot be done, EngineStopped when the engine has stopped.
         """
         self._check_alive()
         request = await self.make(prompt, params or SamplingParams(), priority=priority, request_id=request_id)
@@ -193,7 +198,7 @@ class AsyncLLM:
                     return
                 if engine.has_work:
                     self._step()
-        except Exception as error:  # the thread's last act: everyone who waits must hear of it
+        except BaseException as error:  # the thread's last act: everyone who waits must hear of it
             self._fail(error)
 
     def _step(self) -> None:
@@ -205,7 +210,9 @@ class AsyncLLM:
             self.num_failed_steps += 1
             if self.num_failed_steps == MAX_FAILED_STEPS:
                 raise
-            grown = engine.recover(error)
+            engine.recover(error)
+            # Those too that had ended in the step before it failed: nobody else will tell of them.
+            grown = [seq for group, _ in self.boxes.values() for seq in group.sequences if seq.finish_reason]
         self._deliver([seq.id for seq in grown])
 
     def _drain(self, *, block: bool) -> bool:
@@ -252,13 +259,16 @@ class AsyncLLM:
         self.failure = error
         while not self.inbox.empty():
             if (action := self.inbox.get()) is not None:
-                action()
+                with contextlib.suppress(Exception):
+                    action()
         boxes = [box for _, box in self.boxes.values()]
         for box in boxes:
-            box.put(RuntimeError(f"the engine has stopped: {error}"))
-            self._abort(box)
+            box.put(EngineStopped(f"the engine has stopped: {error!r}"))
         wake(boxes)
+        for box in boxes:
+            with contextlib.suppress(Exception):  # they have been told, whatever else is broken
+                self._abort(box)
 
     def _check_alive(self) -> None:
         if not self.alive:
-            raise RuntimeError(f"the engine has stopped: {self.failure}; make a new AsyncLLM")
+            raise EngineStopped(f"the engine has stopped: {self.failure}; make a new AsyncLLM")

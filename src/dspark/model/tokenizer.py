@@ -14,7 +14,7 @@ import codecs
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,6 +23,8 @@ from dspark.model.gguf_file import first_line
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _PROMPT_TAIL = 64  # tokens of the prompt that can still matter to the first character of the answer
 _REPLACEMENT = "\ufffd"
+_TEMPLATE_FAULTS = (TypeError, ValueError, ArithmeticError, RecursionError, AttributeError, LookupError)
+"""Of what a template does with values that it was not written for."""
 
 
 class TokenStream(Protocol):
@@ -77,6 +79,11 @@ class Tokenizer:
         template = self.hf.chat_template or ""
         return template if isinstance(template, str) else "\n".join(template.values())
 
+    @cached_property
+    def longest_token(self) -> int:
+        """Bytes of the longest token: no text of more than so many times n characters fits into n tokens."""
+        return max(len(self.token_bytes(index)) for index in range(self.num_tokens))
+
     def vocabulary(self) -> dict[str, int]:
         """Every token as the vocabulary writes it, with its id; padding rows are not in it."""
         return dict(self.hf.get_vocab())
@@ -121,7 +128,9 @@ class Tokenizer:
                     **kwargs,
                 )
             )
-        except (TemplateError, TypeError, KeyError) as error:
+        except _TEMPLATE_FAULTS as error:
+            raise ValueError(f"the chat template of {self.name} refuses these messages: {first_line(error)}") from error
+        except TemplateError as error:
             raise ValueError(f"the chat template of {self.name} refuses these messages: {error}") from error
 
     def token_bytes(self, token_id: int) -> bytes:

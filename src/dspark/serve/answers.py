@@ -22,7 +22,9 @@ class Words(Protocol):
 
     def token_bytes(self, token_id: int) -> bytes: ...
 
-    def decode(self, ids: Sequence[int]) -> str: ...
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
+
+    def stream(self, *, skip_special_tokens: bool = True) -> Any: ...
 
 
 @dataclass(kw_only=True)
@@ -172,13 +174,13 @@ def completion_logprobs(
 def echo_of(words: Words, output: RequestOutput, *, logprobs: bool) -> dict[str, Any]:
     """An echoed prompt: its text and, where asked, its logprobs."""
     ids = output.prompt_token_ids
-    text = output.prompt if output.prompt is not None else words.decode(ids)
+    text = output.prompt if output.prompt is not None else words.decode(ids, skip_special_tokens=False)
     if not logprobs:
         return {"text": text, "logprobs": None}
-    offsets, place = [], 0
+    offsets, place, stream = [], 0, words.stream(skip_special_tokens=False)
     for token in ids:
         offsets.append(min(place, len(text)))
-        place += len(_text(words, token))
+        place += len(stream.push(token))
     known = completion_logprobs(words, output.prompt_logprobs or [], offsets)
     known["tokens"] = [_text(words, token) for token in ids]
     return {"text": text, "logprobs": known}

@@ -129,7 +129,7 @@ class Api:
             return Json(await unless_gone(request.receive, self._whole(ask, told)))
         events = self._events(ask, told)
         first = await unless_gone(request.receive, _first(events))
-        return EventStream(first, events)
+        return EventStream(first, events, timeout=self.config.send_timeout)
 
     async def _ask_chat(self, body: ChatRequest) -> Ask:
         config = self.config
@@ -186,11 +186,13 @@ class Api:
                 choice = ask.choices[place * ask.num_each + completion.index]
                 choice.base = len(echoed["text"]) if echoed else 0
                 choices.append(choice.whole(_cut(completion, ask), echoed=echoed))
+                if ask.body.prompt_logprobs is not None and not choice.is_chat:
+                    choices[-1]["prompt_logprobs"] = _prompt_entries(output)
         usage = usage_of(finished, only_prompt=ask.only_prompt)
         told |= _facts(usage, finished)
         rest: dict[str, Any] = {"usage": usage, **self._metrics(ask, finished)}
-        if finished[0].prompt_logprobs is not None and not ask.echo:
-            rest["prompt_logprobs"] = [_prompt_entry(entry) for entry in finished[0].prompt_logprobs]
+        if ask.body.prompt_logprobs is not None and ask.choices[0].is_chat:
+            rest["prompt_logprobs"] = _prompt_entries(finished[0])
         return ask.head.response(choices, **rest)
 
     async def _events(self, ask: Ask, told: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
@@ -207,7 +209,8 @@ class Api:
                     _check(completion.finish_reason, completion.stop_reason)
                 choice.base = len(echoed["text"]) if echoed else 0
                 if (piece := choice.piece(_cut(completion, ask), echoed=echoed)) is not None:
-                    extra = {"usage": usage_of(list(outputs.values()))} if continuous else {}
+                    told_now = list(outputs.values())
+                    extra = {"usage": usage_of(told_now, only_prompt=ask.only_prompt)} if continuous else {}
                     yield ask.head.chunk([piece], **extra)
         finished = [outputs[place] for place in range(len(ask.requests))]
         usage = usage_of(finished, only_prompt=ask.only_prompt)
@@ -296,9 +299,7 @@ class Api:
 def create_app(service: Service) -> FastAPI:
     """All routes, with errors in OpenAI's shape."""
     api = Api(service)
-    app = FastAPI(
-        title="dspark", version=__version__, docs_url=None, redoc_url=None, root_path=service.config.root_path
-    )
+    app = FastAPI(title="dspark", version=__version__, docs_url=None, redoc_url=None)
     add = app.add_api_route
     add("/v1/models", api.models, methods=["GET"])
     add("/v1/models/{name:path}", api.model, methods=["GET"], responses=_errors(404))
@@ -317,11 +318,11 @@ def create_app(service: Service) -> FastAPI:
         add("/page/{name}", api.page_file, methods=["GET"], include_in_schema=False)
     app.add_exception_handler(Refusal, _on_refusal)
     app.add_exception_handler(HTTPException, _on_http_error)
-    if service.config.allowed_origins:
+    app.add_middleware(Door, keys=service.config.api_key, counts=api.http)
+    if service.config.allowed_origins:  # around the door, so that a page can read that its key is wrong
         app.add_middleware(
             CORSMiddleware, allow_origins=list(service.config.allowed_origins), allow_methods=["*"], allow_headers=["*"]
         )
-    app.add_middleware(Door, keys=service.config.api_key, counts=api.http)
     _describe(app)
     return app
 
@@ -374,10 +375,12 @@ def _facts(usage: Mapping[str, Any], outputs: Sequence[RequestOutput]) -> dict[s
     }
 
 
-def _prompt_entry(entry: Sequence[Any] | None) -> dict[str, Any] | None:
-    if entry is None:
-        return None
-    return {str(item.token_id): {"logprob": item.logprob, "rank": item.rank} for item in entry}
+def _prompt_entries(output: RequestOutput) -> list[dict[str, Any] | None]:
+    """As vLLM writes them: by token id; None for the first token, which nothing foretold."""
+    return [
+        None if entry is None else {str(x.token_id): {"logprob": x.logprob, "rank": x.rank} for x in entry}
+        for entry in output.prompt_logprobs or []
+    ]
 
 
 def _file(name: str, media_type: str) -> Response:

@@ -17,6 +17,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from fastapi import Request
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -75,21 +76,28 @@ async def read_body(request: Request, *, max_bytes: int, timeout: float) -> byte
 
     try:
         await asyncio.wait_for(read(), timeout)
+    except ClientDisconnect:
+        raise ClientGone from None
     except asyncio.TimeoutError:
         raise Refusal(408, f"the body took longer than {timeout:g} s to come: send it at once") from None
     return bytes(body)
 
 
-async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """What `work` returns; cancels it and raises ClientGone when the client leaves first."""
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(receive))
+async def unless_gone(
+    receive: Receive, work: Coroutine[Any, Any, T], *, given_up: Coroutine[Any, Any, None] | None = None
+) -> T:
+    """What `work` returns; cancels it and raises ClientGone when the client leaves first, or `given_up` ends."""
+    task = asyncio.ensure_future(work)
+    ends = [asyncio.ensure_future(_disconnect(receive))]
+    if given_up is not None:
+        ends.append(asyncio.ensure_future(given_up))
     try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((task, *ends), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise ClientGone
         return task.result()
     finally:
-        for each in (task, gone):
+        for each in (task, *ends):
             if not each.done():
                 each.cancel()
                 with suppress(asyncio.CancelledError, Exception):
@@ -103,11 +111,14 @@ async def _disconnect(receive: Receive) -> None:
 
 class EventStream(Response):
     """Server-sent events, each a JSON value, [DONE] at the end. An error on the way is an event of its own. `first`
-    has been asked for already, so that what is wrong with the request could still become its status."""
+    has been asked for already, so that what is wrong with the request could still become its status. A reader that
+    takes nothing for `timeout` seconds has gone."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: Sequence[Any], events: AsyncIterator[Any]) -> None:
+    def __init__(self, first: Sequence[Any], events: AsyncIterator[Any], *, timeout: float) -> None:
+        self.timeout = timeout
+        self.sending: float | None = None
         self.first = first
         self.events = events
         self.status_code = 200
@@ -117,14 +128,21 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
-            await unless_gone(receive, self._send(send))
+            await unless_gone(receive, self._send(send), given_up=self._stalled())
         finally:
             if (close := getattr(self.events, "aclose", None)) is not None:
                 await close()
 
+    async def _stalled(self) -> None:
+        """Ends when a piece has not been taken in time. A timer for each piece would cost more than sending it."""
+        while self.sending is None or time.monotonic() - self.sending < self.timeout:
+            await asyncio.sleep(self.timeout / 8)
+
     async def _send(self, send: Send) -> None:
         async def tell(value: bytes) -> None:
+            self.sending = time.monotonic()
             await send({"type": "http.response.body", "body": b"data: " + value + b"\n\n", "more_body": True})
+            self.sending = None
 
         try:
             for event in self.first:
@@ -194,7 +212,7 @@ class Door:
             log.log(level, "request", extra={"fields": told | fields})
 
     def _may_enter(self, scope: Scope, headers: dict[bytes, bytes]) -> bool:
-        path = scope["path"]
+        path = scope["path"].removeprefix(scope.get("root_path", "").rstrip("/")) or "/"
         if not self.keys or scope["method"] == "OPTIONS" or path in OPEN or path.startswith("/page/"):
             return True
         scheme, _, token = headers.get(b"authorization", b"").partition(b" ")

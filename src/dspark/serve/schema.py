@@ -5,17 +5,26 @@ It must never import torch, or let a field pass that would change the answer and
 from __future__ import annotations
 
 import json
+import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from dspark.params import SamplingParams, StructuredOutputs
+from dspark.params import FieldError, SamplingParams, StructuredOutputs
 from dspark.serve.tools import tool_structure
 
 MAX_PROMPTS = 256
+TAKEN = frozenset(
+    "self messages conversation tools documents chat_template tokenize padding truncation max_length return_tensors "
+    "return_dict return_assistant_tokens_mask tokenizer_kwargs continue_final_message add_generation_prompt".split()
+)
+"""Names that chat_template_kwargs may not set: they are the server's, or of what reads the template and not of it."""
 Ids = Annotated[list[int], Field(min_length=1)]
+Texts = Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
+IdLists = Annotated[list[Ids], Field(min_length=1, max_length=MAX_PROMPTS)]
 
 
 class Model(BaseModel):
@@ -143,12 +152,14 @@ class Generation(Harmless):
         """Raises ValueError for options of a stream that is none."""
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options needs stream: true")
+        if self.stream and self.prompt_logprobs is not None:
+            raise ValueError("prompt_logprobs cannot be streamed: ask for them without stream")
 
 
 class CompletionRequest(Generation):
     """POST /v1/completions."""
 
-    prompt: str | Ids | Annotated[list[str] | list[Ids], Field(min_length=1, max_length=MAX_PROMPTS)]
+    prompt: str | Ids | Texts | IdLists
     max_tokens: int | None = 16
     logprobs: int | None = None
     echo: bool = False
@@ -177,6 +188,8 @@ class CompletionRequest(Generation):
         values = self.values() | {"max_tokens": 1 if self.only_prompt else self.max_tokens}
         if self.logprobs is not None:
             values["logprobs"] = self.logprobs
+            if self.echo and self.prompt_logprobs is not None:
+                raise ValueError("echo with logprobs gives the prompt's too: leave prompt_logprobs out")
             if self.echo:
                 values["prompt_logprobs"] = self.logprobs
         return SamplingParams(**values, structured_outputs=self.structure(reasoning_end=reasoning_end))
@@ -254,7 +267,7 @@ class ChatRequest(Generation):
     def template_values(self) -> dict[str, Any]:
         """What else the chat template is told."""
         values: dict[str, Any] = dict(self.chat_template_kwargs or {})
-        if taken := sorted({"tools", "tokenize", "return_dict", "chat_template", "conversation"} & set(values)):
+        if taken := sorted(TAKEN & set(values)):
             raise ValueError(f"chat_template_kwargs cannot set {taken}: they are the server's")
         values["add_generation_prompt"] = self.add_generation_prompt and not self.continue_final_message
         if self.continue_final_message:
@@ -300,9 +313,20 @@ class InvalidRequest(ValueError):
 
     def __init__(self, error: ValidationError) -> None:
         errors = error.errors(include_url=False, include_context=False)
-        # Of a field with several forms, every form complains: the first, with how many more.
-        first = errors[0]
-        names = [str(part) for part in first["loc"] if isinstance(part, (str, int))]
+        # Of a field with several forms every form complains. Which knows best: the one that finds but the length wrong,
+        # or the fewest faults, or came furthest.
+        faults = Counter(each["loc"][:2] for each in errors)
+        first = min(
+            errors,
+            key=lambda each: (
+                each["type"] not in ("too_long", "too_short"),
+                faults[each["loc"][:2]],
+                -len(each["loc"]),
+            ),
+        )
+        # Forms go by names of types, which are none of the field's.
+        names = [str(part) for part in first["loc"] if isinstance(part, int) or str(part).isidentifier()]
+        names = [name for i, name in enumerate(names) if i == 0 or name not in ("str", "int", "float", "bool")]
         self.param = names[0] if names else None
         place = ".".join(names) or "the body"
         if first["type"] == "extra_forbidden":
@@ -317,8 +341,8 @@ class InvalidRequest(ValueError):
 
 
 def _token_id(key: str) -> int:
-    if not key.lstrip("-").isdecimal() or len(key) > 12:
-        raise ValueError(f"logit_bias has the key {key[:40]!r}: give token ids")
+    if not re.fullmatch(r"-?[0-9]{1,10}", key):
+        raise FieldError("logit_bias", key, "its keys are token ids")
     return int(key)
 
 

@@ -7,11 +7,13 @@ from __future__ import annotations
 import logging
 import signal
 import socket
+import ssl
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
 import uvicorn
+from jinja2 import Environment, TemplateSyntaxError
 
 from dspark.config import Config, ServerConfig
 from dspark.engine.llm import LLM
@@ -51,6 +53,7 @@ def run(
     listener = bind(settings.host, settings.port)
     try:
         tls = _tls(settings)
+        _check_template(settings.chat_template)
         log.info("loading %s, and measuring what its passes cost where that is not known yet", model)
         llm = LLM(model, speculative_config=config.speculation, progress=progress, **_fields(config.engine))
         service = Service(llm, settings)
@@ -58,7 +61,7 @@ def run(
             server = make_server(service, tls)
             # uvicorn raises a signal again when it is done: the end was orderly, and says so by its exit code.
             for number in (signal.SIGTERM, signal.SIGINT):
-                signal.signal(number, lambda *_: None)
+                signal.signal(number, lambda *_: setattr(server, "should_exit", True))
             if ready is not None:
                 ready(address_of(listener, tls=bool(tls)), service)
             server.run(sockets=[listener])
@@ -123,8 +126,29 @@ def _tls(settings: ServerConfig) -> dict[str, Any]:
                 open(path, "rb").close()
         except OSError as error:
             raise ValueError(f"{name}={path!r} cannot be read ({error.strerror}): give a PEM file") from None
-    found = {"ssl_certfile": settings.ssl_certfile, "ssl_keyfile": settings.ssl_keyfile}
-    return found | ({"ssl_ca_certs": settings.ssl_ca_certs} if settings.ssl_ca_certs else {})
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile)
+        if settings.ssl_ca_certs:
+            context.load_verify_locations(settings.ssl_ca_certs)
+    except ssl.SSLError as error:
+        raise ValueError(
+            f"ssl_certfile, ssl_keyfile or ssl_ca_certs is not usable ({error.reason}): give PEM files, and the key "
+            "that belongs to the certificate"
+        ) from None
+    found: dict[str, Any] = {"ssl_certfile": settings.ssl_certfile, "ssl_keyfile": settings.ssl_keyfile}
+    if settings.ssl_ca_certs:
+        found |= {"ssl_ca_certs": settings.ssl_ca_certs, "ssl_cert_reqs": ssl.CERT_REQUIRED}
+    return found
+
+
+def _check_template(template: str | None) -> None:
+    """Raises ValueError for a chat template that is none, before a model is loaded for it."""
+    if template is not None:
+        try:
+            Environment().parse(template)
+        except TemplateSyntaxError as error:
+            raise ValueError(f"chat_template is no Jinja template ({error}, line {error.lineno}): mend it") from None
 
 
 def _fields(config: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from contextlib import aclosing
 from typing import Any
 
 from dspark.config import ServerConfig
-from dspark.engine.aio import AsyncLLM, Mailbox
+from dspark.engine.aio import AsyncLLM, EngineStopped, Mailbox
 from dspark.engine.llm import LLM
 from dspark.observe.metrics import EngineMetrics, Gauges
 from dspark.params import SamplingParams
@@ -39,6 +39,7 @@ class Service:
         llm.add_row_sink(self.metrics)
         self.engine = AsyncLLM.over(llm)
         self.memory = Trimming()
+        self.longest_token = llm.tokenizer.longest_token
         self.began = time.monotonic()
         self.created = int(time.time())
         self.num_open = 0
@@ -52,7 +53,10 @@ class Service:
         """Raises Refusal for a model that is not served."""
         if name is not None and name not in self.names:
             raise Refusal(
-                404, f"the model {name[:200]!r} is not served here: use {self.names[0]!r}", code="model_not_found"
+                404,
+                f"the model {name[:200]!r} is not served here: use {self.names[0]!r}",
+                code="model_not_found",
+                param="model",
             )
 
     def admit(self, count: int) -> None:
@@ -84,19 +88,32 @@ class Service:
 
     async def chat_ids(self, messages: Sequence[dict[str, Any]], values: dict[str, Any]) -> list[int]:
         """Token ids of a conversation. Raises ValueError where the template refuses it."""
+        self._check_length(sum(len(message["content"]) for message in messages if message.get("content")))
         if self.config.chat_template is not None:
             values = values | {"chat_template": self.config.chat_template}
         return await self.engine.read(lambda: self.llm.tokenizer.apply_chat_template(messages, **values))
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text."""
+        """Token ids of a text. Raises ValueError for one that no context holds."""
+        self._check_length(len(text))
         tokenizer = self.llm.tokenizer
         return await self.engine.read(lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+    def _check_length(self, num_characters: int) -> None:
+        """Before a tokenizer spends half a minute on what cannot fit."""
+        most = self.llm.engine.max_context * self.longest_token
+        if num_characters > most:
+            raise ValueError(
+                f"the prompt has {num_characters} characters, and the context of {self.llm.engine.max_context} tokens "
+                f"never holds more than {most}: shorten it"
+            )
 
     async def make(
         self, prompts: Sequence[str | list[int]], params: SamplingParams, *, priority: int, request_id: str
     ) -> list[Request]:
         """Checked requests, one a prompt. Raises ValueError for what cannot be done."""
+        for prompt in prompts:
+            self._check_length(len(prompt))
         many = len(prompts) > 1
         return [
             await self.engine.make(
@@ -121,6 +138,8 @@ class Service:
                 async with aclosing(_merged(streams)) as merged:
                     async for item in merged:
                         yield item
+        except EngineStopped as error:
+            raise Refusal(503, f"{error}: restart the server") from None
         finally:
             self.num_open -= count
             self.boxes.difference_update(boxes)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -63,7 +63,7 @@ STYLES: Mapping[str, ToolStyle] = MappingProxyType(
             end="}",
             between="; ",
             triggers=('{"name"', "<|python_tag|>"),
-            head=_head(r"(?:<\|python_tag\|>)?\s*;?", "(?:parameters|arguments)"),
+            head=_head(r"(?:<\|python_tag\|>)?(?:\s*;)?", "(?:parameters|arguments)"),
             tail=re.compile(r"\s*\}"),
         ),
         "mistral": ToolStyle(
@@ -72,7 +72,7 @@ STYLES: Mapping[str, ToolStyle] = MappingProxyType(
             end="}",
             between=", ",
             triggers=('[{"name"', "[TOOL_CALLS]"),
-            head=_head(r"(?:\[TOOL_CALLS\])?\s*\[?\s*,?", "arguments"),
+            head=_head(r"(?:\[TOOL_CALLS\])?(?:\s*\[)?(?:\s*,)?", "arguments"),
             tail=re.compile(r"\s*\}"),
             first="[",
             last="]",
@@ -202,6 +202,7 @@ class ToolCallStream:
         self.place = 0
         """Up to where the text has been told apart."""
         self.inside = False
+        self.value = _Value(0)
 
     def push(self, piece: str) -> None:
         """More text."""
@@ -213,7 +214,7 @@ class ToolCallStream:
         """The answer has ended: what looked like a call and is none is content after all. A call whose arguments are
         complete is whole, whatever of its end is missing; one that was cut in its arguments is not."""
         if self.calls and not self.calls[-1].whole:
-            self.calls[-1].whole = _json_end(self.text, self.place) is not None
+            self.calls[-1].whole = self.value.end(self.text) is not None
         else:
             rest = self.text[self.place :]
             if not (self.calls and rest.strip() in ("", self.form.last, self.form.between.strip())):
@@ -236,6 +237,7 @@ class ToolCallStream:
         if found is None:
             return False
         self.place = found.end()
+        self.value = _Value(self.place)
         self.calls.append(ToolCall(name=found[1]))
         return True
 
@@ -249,7 +251,7 @@ class ToolCallStream:
 
     def _read_arguments(self) -> bool:
         call, start = self.calls[-1], self.place
-        end = _json_end(self.text, start)
+        end = self.value.end(self.text)
         if end is None:
             call.arguments = self.text[start:]
             return False
@@ -276,30 +278,32 @@ def _style(name: str) -> ToolStyle:
     return STYLES[name]
 
 
-def _json_end(text: str, start: int) -> int | None:
-    """Where the JSON object or array ends that begins at `start`; None while it goes on."""
-    depth = 0
-    for place, sign in _signs(text, start):
-        if sign in "{[":
-            depth += 1
-        elif sign in "}]":
-            depth -= 1
-            if depth == 0:
-                return place + 1
-        if depth == 0:
-            return None
-    return None
+class _Value:
+    """Where the JSON object or array ends that begins at `start` of a growing text. Each character is read once: calls
+    may hold whole files."""
 
+    def __init__(self, start: int) -> None:
+        self.place = start
+        self.depth = 0
+        self.quoted = self.escaped = self.broken = False
 
-def _signs(text: str, start: int) -> Iterator[tuple[int, str]]:
-    """Characters that are not in a string."""
-    quoted = escaped = False
-    for place in range(start, len(text)):
-        sign = text[place]
-        if quoted:
-            quoted = escaped or sign != '"'
-            escaped = sign == "\\" and not escaped
-        elif sign == '"':
-            quoted = True
-        elif not sign.isspace():
-            yield place, sign
+    def end(self, text: str) -> int | None:
+        """None while it goes on, and for what is neither object nor array."""
+        while self.place < len(text) and not self.broken:
+            sign = text[self.place]
+            self.place += 1
+            if self.quoted:
+                self.quoted = self.escaped or sign != '"'
+                self.escaped = sign == "\\" and not self.escaped
+            elif sign == '"':
+                self.quoted = True
+            elif sign in "{[":
+                self.depth += 1
+            elif sign in "}]":
+                self.depth -= 1
+                if self.depth == 0:
+                    self.place -= 1  # asked again, it says the same
+                    self.depth = 1
+                    return self.place + 1
+            self.broken = self.depth <= 0 and not sign.isspace()
+        return None

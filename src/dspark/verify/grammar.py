@@ -28,6 +28,8 @@ MAX_KEPT = 128
 MAX_SOURCE = 2**20
 """Characters of a grammar."""
 COMPILE_SECONDS = 10.0
+COMPILE_STACK = 2**29
+"""Bytes; memory is taken as far as it is used."""
 UNKNOWN_FORMAT = re.compile(r"Unknown format: (\S+)")
 
 
@@ -148,7 +150,13 @@ class GrammarCompiler:
                 return self.kept[key]
         job: Future[Compiled] = Future()
         # A daemon: one that never comes back must not keep the process from ending.
-        threading.Thread(target=self._run, args=(job, wanted), name="dspark-grammar", daemon=True).start()
+        # Alternatives and references that lead from one to the next for thousands of steps are followed on the stack.
+        with self.lock:  # the size holds for every thread that is started while it is set
+            before = threading.stack_size(COMPILE_STACK)
+            try:
+                threading.Thread(target=self._run, args=(job, wanted), name="dspark-grammar", daemon=True).start()
+            finally:
+                threading.stack_size(before)
         try:
             compiled = job.result(timeout=COMPILE_SECONDS)
         except TooLong:
@@ -251,10 +259,13 @@ def _grammar(wanted: StructuredOutputs, marker: str | None, unknown: Collection[
     if wanted.kind == "regex":
         if marker is None:
             return LLMatcher.grammar_from_regex(wanted.source())
-        body = "/" + wanted.source().replace("/", "\\/") + "/"
+        # A slash that is escaped already is left alone.
+        body = "/" + re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", wanted.source()) + "/"
     elif wanted.kind == "choice":
         assert wanted.choice is not None
-        body = " | ".join(json.dumps(word, ensure_ascii=False) for word in wanted.choice)
+        # As one terminal: of rules the parser holds two thousand at a time.
+        words = " | ".join(json.dumps(word, ensure_ascii=False) for word in wanted.choice)
+        body = f"CHOICE\nCHOICE: {words}"
     else:
         schema: Any = wanted.schema() if wanted.kind == "json" else {"type": "object"}
         schema, options = _without_formats(schema, unknown), _json_options(wanted)
@@ -303,7 +314,7 @@ def _lark(source: str) -> str:
 
     try:
         return str(gbnf_to_lark(source))
-    except GbnfToLarkError as error:
+    except (GbnfToLarkError, RecursionError) as error:
         raise ValueError(f"structured_outputs.grammar cannot be followed: {error}") from None
 
 
