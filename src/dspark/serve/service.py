@@ -17,7 +17,7 @@ from dspark.engine.llm import LLM
 from dspark.observe.metrics import EngineMetrics, Gauges
 from dspark.params import SamplingParams
 from dspark.serve.errors import Refusal, askers_fault
-from dspark.serve.memory import Trimming
+from dspark.serve.memory import Trimming, warm
 from dspark.types import Request, RequestOutput
 
 log = logging.getLogger("dspark.serve")
@@ -32,17 +32,20 @@ class Service:
     def __init__(self, llm: LLM, config: ServerConfig) -> None:
         self.config = config
         self.llm = llm
+        self.num_open = 0
         self.names = tuple(config.served_model_name) or (llm.info()["model"],)
         self.style = config.tool_call_parser or tool_style(config.chat_template or llm.tokenizer.chat_template)
         self.metrics = EngineMetrics(self._gauges)
         llm.add_sink(self.metrics.on_step)
         llm.add_row_sink(self.metrics)
+        if not str(llm.engine.runner.device).startswith("cuda"):
+            rows = llm.engine_config.max_num_seqs * (1 + llm.engine.speculator.max_tokens)
+            warm(min(rows, llm.engine_config.max_num_batched_tokens), llm.engine.runner.vocab_size)
         self.engine = AsyncLLM.over(llm)
-        self.memory = Trimming()
+        self.memory = Trimming(lambda: not self.num_open)
         self.longest_token = llm.tokenizer.longest_token
         self.began = time.monotonic()
         self.created = int(time.time())
-        self.num_open = 0
         self.draining = False
         self.boxes: set[Mailbox] = set()
         self.warned = False
