@@ -167,3 +167,19 @@ def test_mixed_traffic_is_foretold_better_than_by_position_and_claim_alone():
             told.update(seq_id, "x", [0.6], num_verified=1, num_accepted=int(held))
             untold.update(10_000 * seq_id + step, "x", [0.6], num_verified=1, num_accepted=int(held))
     assert losses[0] < 0.85 * losses[1]
+
+
+def test_a_draft_is_judged_step_by_step_as_it_is_as_a_whole():
+    model = AcceptanceModel()
+    model.begin(1, "code")
+    for _ in range(40):
+        model.update(1, "model", [0.5, 0.2, 0.1], num_verified=3, num_accepted=3)
+    for claims in ([0.9, 0.3, 0.2, 0.1, 0.01], [0.2], [1.0, 1.0]):
+        judge, alive, before, found = model.judge(1, "model"), 1.0, 1.0, []
+        for j, claim in enumerate(claims):
+            alive *= judge(j, claim / before)
+            before = claim
+            found.append(alive)
+        assert found == pytest.approx(model.survival(1, "model", claims))
+    assert model.judge(1, "model")(0, 0.5) > 0.8, "what hesitated and held is no longer doubted"
+    assert AcceptanceModel().judge(9, "model")(2, 0.4) == pytest.approx(0.4)

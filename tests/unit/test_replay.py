@@ -55,12 +55,21 @@ def guess(runner):
 
 
 class StoppingDrafter(ScriptedDrafter):
-    """One that pays for each token: it stops after the token whose survival falls below the floor."""
+    """One that pays for each token: it stops after the token with which survival, as the row judges it, falls below the
+    floor."""
 
     def propose(self, rows, limits, *, floors=None):
         drafts = super().propose(rows, limits)
-        lengths = [sum(alive >= floor for alive in d.survival) + 1 for d, floor in zip(drafts, floors)]
-        return [draft.prefix(length) for draft, length in zip(drafts, lengths)]
+        return [draft.prefix(self.length(row, draft, floor)) for row, draft, floor in zip(rows, drafts, floors)]
+
+    def length(self, row, draft, floor):
+        alive, before = 1.0, 1.0
+        for j, claim in enumerate(draft.survival):
+            alive *= row.judge(j, claim / before)
+            before = claim
+            if alive < floor:
+                return j + 1
+        return len(draft.survival)
 
 
 def params():

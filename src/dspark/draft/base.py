@@ -33,7 +33,8 @@ class DraftRow:
     `sampler`: the processors and the noise of the request (see
     dspark.sampling.RowSampler), used by drafters that sample; lookup drafters ignore it. `thrifty`: the row may go
     without a draft where one does not pay; else it wants one whatever it costs. `weight`: what a token of the row is
-    worth against others' (plan/pace).
+    worth against others' (plan/pace). `judge(j, chance)`: how likely draft j is to hold where those before it do, of
+    which the drafter itself says `chance`, known before the token is drawn.
     """
 
     seq_id: int
@@ -44,6 +45,7 @@ class DraftRow:
     sampler: Any = None
     thrifty: bool = True
     weight: float = 1.0
+    judge: Callable[[int, float], float] = lambda j, chance: chance
 
 
 class Drafter(Protocol):
@@ -68,8 +70,8 @@ class Drafter(Protocol):
         Where the row's sampler has a grammar, tokens are drawn from the law that it leaves, and a guess ends before the
         first that it forbids.
 
-        A drafter that pays for each token stops row i *after* the token whose survival fell below floors[i] (a token
-        once drawn is kept: dropping it for its own low probability would be biased).
+        A drafter that pays for each token stops row i *after* the token with which survival, as the row judges it, fell
+        below floors[i] (a token once drawn is kept: dropping it for its own low probability would be biased).
         """
         ...
 

@@ -63,7 +63,7 @@ class EagleDrafter:
         if not able:
             return drafts
         laws: dict[int, list[Tensor]] = {i: [] for i in able}
-        claims = dict.fromkeys(able, 1.0)
+        claims, alive = dict.fromkeys(able, 1.0), dict.fromkeys(able, 1.0)
         context = self._context([rows[i] for i in able])
         feature = torch.stack([self.features[rows[i].seq_id][1] for i in able])
         read = torch.tensor([rows[i].tokens[-1] for i in able], device=self.device)
@@ -74,8 +74,12 @@ class EagleDrafter:
             step = self.head.step(read, feature, (self.rope[0][place], self.rope[1][place]), context, own)
             feature, own = step.hidden, step.rows
             logits = step.logits.float().masked_fill(self.padding, -torch.inf)
+            before = dict(claims)
             self._choose(able, active, rows, drafts, logits, laws, claims)
-            active = {i for i in active if len(drafts[i].tokens) < limits[i] and claims[i] >= floors[i]}
+            for i in active:
+                if len(drafts[i].tokens):
+                    alive[i] *= rows[i].judge(len(drafts[i].tokens) - 1, claims[i] / before[i] if before[i] else 0.0)
+            active = {i for i in active if len(drafts[i].tokens) < limits[i] and alive[i] >= floors[i]}
             if not active:
                 break
             read = torch.tensor([(drafts[i].tokens or rows[i].tokens)[-1] for i in able], device=self.device)

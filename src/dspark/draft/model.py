@@ -27,7 +27,8 @@ class _State:
 
 @dataclass
 class _Guess:
-    """One row while its draft grows. `claims`: survival after each token, from the probability of the likeliest one."""
+    """One row while its draft grows. `claim`: survival after the last token by the probabilities of the likeliest ones,
+    `alive`: the same as the row judges them."""
 
     row: DraftRow
     limit: int
@@ -35,11 +36,12 @@ class _Guess:
     draft: Draft
     laws: list[Tensor] = field(default_factory=list)
     claim: float = 1.0
+    alive: float = 1.0
     stuck: bool = False
 
     @property
     def grows(self) -> bool:
-        return not self.stuck and len(self.draft.tokens) < self.limit and self.claim >= self.floor
+        return not self.stuck and len(self.draft.tokens) < self.limit and self.alive >= self.floor
 
     def force(self, vocab_size: int) -> None:
         """Append what alone may follow, without asking the model. The law of such a token has it alone."""
@@ -47,6 +49,7 @@ class _Guess:
         if sampler is None or sampler.grammar is None:
             return
         for token in sampler.grammar.forced(self.draft.tokens, self.limit - len(self.draft.tokens)):
+            self.alive *= self.row.judge(len(self.draft.tokens), FORCED_CLAIM)
             self.claim *= FORCED_CLAIM
             self.draft.tokens.append(token)
             self.draft.survival.append(self.claim)
@@ -207,6 +210,7 @@ class ModelDrafter:
                     guess.stuck = True
                     continue
                 token, claim = drawn
+            guess.alive *= guess.row.judge(len(guess.draft.tokens), claim)
             guess.claim *= claim
             guess.draft.tokens.append(token)
             guess.draft.survival.append(guess.claim)

@@ -46,6 +46,7 @@ class _Row:
             sampler=self.sampler,
             thrifty=self.plan.limit.thrifty,
             weight=self.plan.weight,
+            judge=self.plan.judge,
         )
 
 

@@ -29,14 +29,15 @@ READ_EVERY = 4
 @dataclass(kw_only=True)
 class RowPlan:
     """What is planned for one sequence: its policy, the kind of text it is at, found when it had `read_at` tokens, and
-    of this step whether drafts are `allowed` at all, the `weight` of a token (plan/pace), the limit, and the survival
-    that its draft was judged to have (`past`: in the step before)."""
+    of this step whether drafts are `allowed` at all, the `weight` of a token (plan/pace), the limit, how a draft is
+    judged while it grows, and the survival that it was judged to have (`past`: in the step before)."""
 
     name: str
     policy: LengthPolicy
     limit: Limit = NO_DRAFTS
     allowed: bool = False
     weight: float = 1.0
+    judge: Callable[[int, float], float] = lambda j, chance: chance
     text_kind: str = ""
     read_at: int = -READ_EVERY
     survival: Seq[float] = ()
@@ -116,6 +117,8 @@ class Speculator:
             first.policy.begin([features for _, _, features in rows])
             for work, plan, features in rows:
                 plan.limit = plan.policy.limit(features)
+                if plan.limit.floor > 0:
+                    plan.judge = self.history.acceptance.judge(work.seq.id, self.drafter.name)
                 work.max_drafts = min(work.max_drafts, plan.limit.max_tokens)
         if self.block_costs is not None:
             self.block_costs.others = sum(work.samples and not work.max_drafts for work in works)

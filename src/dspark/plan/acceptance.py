@@ -9,7 +9,7 @@ starts as its class and a new class as all traffic.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import exp, log, sqrt
 from typing import Any
@@ -167,6 +167,15 @@ class AcceptanceModel:
             before = claim
             found.append(alive)
         return found
+
+    def judge(self, seq_id: int, source: str) -> Callable[[int, float], float]:
+        """judge(j, chance) -> what draft j is worth of which the drafter itself says `chance`, where those before it
+        hold: `survival` step by step, while a draft grows."""
+        request = self.requests.get(seq_id) or _Request()
+        row = request.rows.get(source) or _Row()
+        regression = self._sighted(source)
+        bases, weight = regression.bases(request, row.sighted, row.surprise), regression.weights[0]
+        return lambda j, chance: logistic(weight * logit(chance) + bases[j if j < LAST else LAST])
 
     def foresee(self, seq_id: int, source: str, num_tokens: int) -> list[float]:
         """The same for a draft of that many tokens which is not there yet."""

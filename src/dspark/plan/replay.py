@@ -161,8 +161,9 @@ class Replay:
             self.policy.update(seq_id, num_verified=0, num_accepted=0)
             self.history.learn(seq_id, "", (), num_verified=0, num_accepted=0)
             return target.seconds(1), 0, 0, 0
-        claims = self._drawn(chance, size, limit.floor)
-        survival = self.history.acceptance.survival(seq_id, chance.source, claims)
+        survival = self.history.acceptance.survival(seq_id, chance.source, chance.claims[:size])
+        claims = self._drawn(chance, survival, limit.floor)
+        survival = survival[: len(claims)]
         spent = self.costs.draft_seconds(chance.source, size)
         keep = self.policy.keep(survival)
         if keep is None:
@@ -176,11 +177,11 @@ class Replay:
         drafting = self.costs.draft_seconds(chance.source, len(claims))
         return drafting + target.seconds(1 + keep), len(claims), keep, accepted
 
-    def _drawn(self, chance: Chance, size: int, floor: float) -> Sequence[float]:
+    def _drawn(self, chance: Chance, survival: Sequence[float], floor: float) -> Sequence[float]:
         """What a drafter that pays for each token makes before it stops: one token after falling below the floor."""
-        claims = chance.claims[:size]
+        claims = chance.claims[: len(survival)]
         if chance.source in self.costs.token_sources:
-            stop = next((j for j, claim in enumerate(claims) if claim < floor), len(claims))
+            stop = next((j for j, alive in enumerate(survival) if alive < floor), len(claims))
             claims = claims[: stop + 1]
         return claims
 
