@@ -154,21 +154,6 @@ def test_history_is_saved_and_loaded(plain, answers, tmp_path):
         plain.variant(speculation=SpeculationConfig(method="suffix", history=str(tmp_path / "absent.json")))
 
 
-def test_drafts_of_another_vocabulary_are_refused(plain, tmp_path_factory):
-    for options, message in (
-        ({"shift": 1}, "another vocabulary"),
-        ({}, None),
-        ({"num_extra": 2}, "another vocabulary"),
-    ):
-        other = str(tiny_folder(tmp_path_factory.mktemp("draft"), seed=5, **options))
-        speculation = SpeculationConfig(method="model", model=other)
-        if message is None:
-            plain.variant(speculation=speculation)
-        else:
-            with pytest.raises(ValueError, match=message):
-                plain.variant(speculation=speculation)
-
-
 def test_padding_rows_are_never_emitted(plain):
     params = SamplingParams(temperature=5.0, max_tokens=200, seed=1, ignore_eos=True)
     ids = plain.generate("z", params)[0].outputs[0].token_ids

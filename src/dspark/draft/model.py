@@ -1,4 +1,4 @@
-"""ModelDrafter: a smaller language model with the target's vocabulary, and a cache of its own.
+"""ModelDrafter: a smaller language model, and a cache of its own.
 It must never assume that it saw every step: what its cache holds is compared with the committed tokens each time."""
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dspark.draft.base import DraftRow
 from dspark.draft.draw import FORCED_CLAIM, draw_token, takes_best
+from dspark.draft.vocab import Reading, SharedVocabulary
 from dspark.model.batch import Span, pack
 from dspark.model.cache import KVCache
 from dspark.types import Draft, Verdict
@@ -19,7 +20,8 @@ from dspark.types import Draft, Verdict
 
 @dataclass
 class _State:
-    """What the draft cache holds of one sequence: the first `num_known` committed tokens, then `guesses`."""
+    """What the draft cache holds of one sequence, in the draft's own tokens: the first `num_known` committed ones, then
+    `guesses`."""
 
     num_known: int = 0
     guesses: list[int] = field(default_factory=list)
@@ -27,13 +29,16 @@ class _State:
 
 @dataclass
 class _Guess:
-    """One row while its draft grows. `claim`: survival after the last token by the probabilities of the likeliest ones,
-    `alive`: the same as the row judges them."""
+    """One row while its draft grows. `view`: its committed tokens, and `own` its drafted ones, as the draft model
+    writes them. `claim`: survival after the last token by the probabilities of the likeliest ones, `alive`: the same as
+    the row judges them."""
 
     row: DraftRow
+    view: Sequence[int]
     limit: int
     floor: float
     draft: Draft
+    own: list[int] = field(default_factory=list)
     laws: list[Tensor] = field(default_factory=list)
     claim: float = 1.0
     alive: float = 1.0
@@ -43,12 +48,18 @@ class _Guess:
     def grows(self) -> bool:
         return not self.stuck and len(self.draft.tokens) < self.limit and self.alive >= self.floor
 
-    def force(self, vocab_size: int) -> None:
-        """Append what alone may follow, without asking the model. The law of such a token has it alone."""
+    def force(self, vocab_size: int, words: SharedVocabulary | None) -> None:
+        """Append what alone may follow, without asking the model. The law of such a token has it alone. What the draft
+        model cannot write by itself ends the draft before it."""
         sampler = self.row.sampler
-        if sampler is None or sampler.grammar is None:
+        if sampler is None or sampler.grammar is None or self.stuck:
             return
         for token in sampler.grammar.forced(self.draft.tokens, self.limit - len(self.draft.tokens)):
+            own = (token,) if words is None else words.spell(token)
+            if own is None or len(self.own) + len(own) > self.limit:  # for more there are no places
+                self.stuck = True
+                return
+            self.own += own
             self.alive *= self.row.judge(len(self.draft.tokens), FORCED_CLAIM)
             self.claim *= FORCED_CLAIM
             self.draft.tokens.append(token)
@@ -65,6 +76,9 @@ class ModelDrafter:
     Greedy requests get argmax drafts (no law needed), sampled ones draws from the draft's processed law, which is
     handed over as `q` (Leviathan et al. 2023). `survival[j]` is the product over i <= j of the largest probability of
     the draft's law at i: known before token i is drawn. Past the draft's own context a row goes on without drafts.
+
+    A draft model of another family drafts the tokens that both vocabularies have (`words`, draft/vocab), by its law
+    restricted to them.
     """
 
     name = "model"
@@ -72,15 +86,25 @@ class ModelDrafter:
     num_places = 0
 
     def __init__(
-        self, runner: Any, cache: KVCache, *, vocab_size: int, num_valid_tokens: int, max_chunk: int = 512
+        self,
+        runner: Any,
+        cache: KVCache,
+        *,
+        vocab_size: int,
+        num_valid_tokens: int,
+        max_chunk: int = 512,
+        words: SharedVocabulary | None = None,
     ) -> None:
         """`vocab_size`: columns of the target's logits, which `q` must match (padded vocabularies may differ).
-        `num_valid_tokens`: ids from there on are padding and are never drafted."""
+        `num_valid_tokens`: ids of the draft from there on are padding and are never drafted. `words`: where the draft
+        has another vocabulary than the target."""
         self.runner = runner
         self.cache = cache
         self.vocab_size = vocab_size
         self.num_valid_tokens = min(num_valid_tokens, runner.vocab_size)
         self.max_chunk = max_chunk
+        self.words = words if words is None else words.to(runner.device)
+        self.readings: dict[int, Reading] = {}
         self.states: dict[int, _State] = {}
 
     def propose(
@@ -92,18 +116,18 @@ class ModelDrafter:
     ) -> list[Draft]:
         floors = floors if floors is not None else [0.0] * len(rows)
         guesses = [
-            _Guess(row=row, limit=limit, floor=floor, draft=Draft(source=self.name))
+            _Guess(row=row, view=self._read(row), limit=limit, floor=floor, draft=Draft(source=self.name))
             for row, limit, floor in zip(rows, limits, floors)
         ]
         active = [guess for guess in guesses if guess.limit > 0 and self._open(guess, rows)]
         for guess in active:
-            guess.force(self.vocab_size)
+            guess.force(self.vocab_size, self.words)
         active = [guess for guess in active if guess.grows]
         while active:
             logits = self._forward(active)
             self._draw(active, logits)
             for guess in active:
-                guess.force(self.vocab_size)
+                guess.force(self.vocab_size, self.words)
             active = [guess for guess in active if guess.grows]
         for guess in guesses:
             if guess.laws:
@@ -114,25 +138,41 @@ class ModelDrafter:
         return None  # the next propose compares tokens and rolls back
 
     def forget(self, seq_id: int) -> None:
-        if self.states.pop(seq_id, None) is not None:
-            self.cache.close(seq_id)
+        self.readings.pop(seq_id, None)
+        self._close(seq_id)
 
     # -- inside
 
+    def _close(self, seq_id: int) -> None:
+        if self.states.pop(seq_id, None) is not None:
+            self.cache.close(seq_id)
+
+    def _read(self, row: DraftRow) -> Sequence[int]:
+        """The row's committed tokens as the draft model writes them."""
+        if self.words is None:
+            return row.tokens
+        reading = self.readings.get(row.seq_id)
+        if reading is None:
+            reading = self.readings[row.seq_id] = Reading(self.words)
+        reading.extend(row.tokens, num_prompt=row.num_prompt)
+        return reading.tokens
+
     def _open(self, guess: _Guess, rows: Sequence[DraftRow]) -> bool:
         """Roll the cache back to the committed tokens and reserve places; False when the row must go without."""
-        row = guess.row
-        length = len(row.tokens) + guess.limit
+        seq_id, view = guess.row.seq_id, guess.view
+        length = len(view) + guess.limit
         if length > self.runner.max_context:
-            self.forget(row.seq_id)
+            self._close(seq_id)
             return False
-        state = self.states.get(row.seq_id)
+        state = self.states.get(seq_id)
         if state is None:
-            state = self.states[row.seq_id] = _State(num_known=self.cache.open(row.seq_id, row.tokens))
+            state = self.states[seq_id] = _State(num_known=self.cache.open(seq_id, view))
         else:
-            self._roll_back(state, row)
+            self._roll_back(state, seq_id, view)
+        if self.words is not None and not self.readings[seq_id].whole:
+            return False
         keep = {other.seq_id for other in rows}
-        return self._catch_up(row, state, keep) and self._reserve(row.seq_id, length, keep)
+        return self._catch_up(seq_id, view, state, keep) and self._reserve(seq_id, length, keep)
 
     def _reserve(self, seq_id: int, length: int, keep: set[int]) -> bool:
         """Places for `length` tokens, taken from sequences that do not draft now where there are none free."""
@@ -141,35 +181,37 @@ class ModelDrafter:
                 return False
         return True
 
-    def _roll_back(self, state: _State, row: DraftRow) -> None:
+    def _roll_back(self, state: _State, seq_id: int, view: Sequence[int]) -> None:
         """Guesses that were committed are known; the rest leave the cache."""
+        # A token that holds part of a character adds nothing to the view, and the last of it must be left to read.
+        state.num_known = min(state.num_known, len(view) - 1)
         for token in state.guesses:
-            if state.num_known == len(row.tokens) - 1 or row.tokens[state.num_known] != token:
+            if state.num_known == len(view) - 1 or view[state.num_known] != token:
                 break
             state.num_known += 1
         state.guesses = []
-        self.cache.commit(row.seq_id, row.tokens, state.num_known)
+        self.cache.commit(seq_id, view, state.num_known)
 
     def _evict(self, keep: set[int]) -> bool:
         """Free the cache of a sequence that is not drafting now (waiting or preempted)."""
         for seq_id in self.states:
             if seq_id not in keep:
-                self.forget(seq_id)
+                self._close(seq_id)
                 return True
         return False
 
-    def _catch_up(self, row: DraftRow, state: _State, keep: set[int]) -> bool:
+    def _catch_up(self, seq_id: int, view: Sequence[int], state: _State, keep: set[int]) -> bool:
         """Bring a long unknown stretch (a prompt) into the cache, all but its last chunk. Chunk by chunk, so that
         layers with a window never need more than a window and a chunk."""
-        while len(row.tokens) - state.num_known > self.max_chunk:
+        while len(view) - state.num_known > self.max_chunk:
             stop = state.num_known + self.max_chunk
-            if not self._reserve(row.seq_id, stop, keep):
+            if not self._reserve(seq_id, stop, keep):
                 return False
-            chunk = self._readable(row.tokens[state.num_known : stop])
-            span = Span(seq_id=row.seq_id, start=state.num_known, tokens=chunk, num_logits=0)
+            chunk = self._readable(view[state.num_known : stop])
+            span = Span(seq_id=seq_id, start=state.num_known, tokens=chunk, num_logits=0)
             self.runner.forward(pack([span], self.cache), self.cache)
             state.num_known = stop
-            self.cache.commit(row.seq_id, row.tokens, stop)
+            self.cache.commit(seq_id, view, stop)
         return True
 
     def _readable(self, tokens: Sequence[int]) -> list[int]:
@@ -181,27 +223,34 @@ class ModelDrafter:
         """Everything each row's cache lacks, in one pass; logits (rows, V) of each row's last token."""
         spans = []
         for guess in active:
-            row, state = guess.row, self.states[guess.row.seq_id]
+            seq_id, state = guess.row.seq_id, self.states[guess.row.seq_id]
             start = state.num_known + len(state.guesses)
-            known = row.tokens[state.num_known :] if not state.guesses else []
-            new = self._readable([*known, *guess.draft.tokens[len(state.guesses) :]])
-            spans.append(Span(seq_id=row.seq_id, start=start, tokens=new, num_logits=1))
-            state.num_known = len(row.tokens)
-            state.guesses = list(guess.draft.tokens)
+            known = guess.view[state.num_known :] if not state.guesses else []
+            new = self._readable([*known, *guess.own[len(state.guesses) :]])
+            spans.append(Span(seq_id=seq_id, start=start, tokens=new, num_logits=1))
+            state.num_known = len(guess.view)
+            state.guesses = list(guess.own)
         return self.runner.forward(pack(spans, self.cache), self.cache).logits
 
     def _draw(self, active: list[_Guess], logits: Tensor) -> None:
         """One token a row: argmax for greedy rows, a draw from the processed law for others."""
         valid = logits[:, : self.num_valid_tokens]
+        mass = torch.logsumexp(valid, dim=-1)
+        places: slice | Tensor = slice(valid.shape[1])
+        if self.words is not None:
+            valid, places = valid[:, self.words.draft_ids], self.words.target_ids
         top, best = valid.max(dim=-1)
-        confidence = torch.exp(top - torch.logsumexp(valid, dim=-1)).tolist()
+        if self.words is not None:
+            best = self.words.target_ids[best]
+        # In another vocabulary, of all that the draft model would say: what is not shared cannot be right.
+        confidence = torch.exp(top - mass).tolist()
         for i, (guess, token, claim) in enumerate(zip(active, best.tolist(), confidence)):
             sampler = guess.row.sampler
             if not takes_best(sampler, guess.draft.tokens, token):
                 drawn = draw_token(
                     guess.row,
                     valid[i],
-                    slice(valid.shape[1]),
+                    places,
                     vocab_size=self.vocab_size,
                     drafted=guess.draft.tokens,
                     laws=guess.laws,
@@ -212,5 +261,6 @@ class ModelDrafter:
                 token, claim = drawn
             guess.alive *= guess.row.judge(len(guess.draft.tokens), claim)
             guess.claim *= claim
+            guess.own.append(token if self.words is None else self.words.to_draft[token])
             guess.draft.tokens.append(token)
             guess.draft.survival.append(guess.claim)

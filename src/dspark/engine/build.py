@@ -16,6 +16,7 @@ from dspark.config import EngineConfig, SpeculationConfig
 from dspark.draft.base import Drafter, registry
 from dspark.draft.block import added_layers
 from dspark.draft.portfolio import Portfolio
+from dspark.draft.vocab import SharedVocabulary
 from dspark.engine.heads import HeadCosts, build_head_drafter, load_draft_head, measure_head_cost
 from dspark.engine.loop import Engine
 from dspark.engine.measure import PassCost, known_cost
@@ -42,6 +43,8 @@ MEASURING_POLICIES = ("adaptive", "shadow")
 HEAD_QUANTIZATION = "int8"
 """Of a head's layers on the native path: a draft may be rough, and the head reads half the memory."""
 CUDA_CACHE_SHARE = 0.8
+LEAST_SHARED = 0.1
+"""Of a draft's tokens that the target must have too."""
 
 
 @dataclass(kw_only=True)
@@ -291,16 +294,19 @@ def _build_drafter(
         return registry()[name](**settings), None
     assert speculation.model is not None
     draft = target.draft(speculation.model)
-    check_vocabulary(target.tokenizer, draft.tokenizer, draft_name=speculation.model)
     path = "auto" if config.path == "native" else config.path
     runner = draft.runner(path=path, exact=config.exact, quantization=speculation.quantization)
-    cache, _ = build_cache(runner, config, max_context=min(draft.facts.max_context, max_context))
+    words = shared_vocabulary(target, draft)
+    longest = draft.facts.max_context if words is not None else min(draft.facts.max_context, max_context)
+    cache, _ = build_cache(runner, config, max_context=longest)
+    num_valid_tokens = draft.facts.num_valid_tokens
     drafter = registry()["model"](
         runner=runner,
         cache=cache,
         vocab_size=target.facts.vocab_size,
-        num_valid_tokens=min(target.facts.num_valid_tokens, draft.facts.num_valid_tokens),
+        num_valid_tokens=num_valid_tokens if words else min(target.facts.num_valid_tokens, num_valid_tokens),
         max_chunk=config.max_num_batched_tokens,
+        words=words,
     )
     cost = (
         PacedTable(draft.cost(runner, page_size=config.page_size).table) if _needs_cost(config, speculation) else None
@@ -308,25 +314,38 @@ def _build_drafter(
     return drafter, cost
 
 
-def check_vocabulary(target: Tokenizer, draft: Tokenizer, *, draft_name: str) -> None:
-    """A draft model must name its tokens as the target does. Padding rows of the output layer do not count.
+def shared_vocabulary(target: Target, draft: Target) -> SharedVocabulary | None:
+    """What a draft model of another family shares with the target; None where it names its tokens as the target does.
 
-    Raises ValueError with the first difference and the cure.
+    Raises ValueError where they have too little in common.
+    """
+    if vocabulary_difference(target.tokenizer, draft.tokenizer) is None:
+        return None
+    words = SharedVocabulary(
+        target.tokenizer,
+        draft.tokenizer,
+        max_target=target.facts.num_valid_tokens,
+        max_draft=min(draft.facts.num_valid_tokens, draft.facts.vocab_size),
+    )
+    if len(words) < LEAST_SHARED * words.num_draft:
+        raise ValueError(
+            f"draft model {draft.name!r} shares {len(words)} of its {words.num_draft} tokens with the target: too few "
+            "to draft with; use a draft of the target's family, or draft 'suffix' or 'ngram', which need none"
+        )
+    return words
+
+
+def vocabulary_difference(target: Tokenizer, draft: Tokenizer) -> str | None:
+    """Where a draft model names its tokens otherwise than the target; None where it does not. Padding rows of the
+    output layer do not count, nor that a draft lacks a few of the target's special tokens: it can never propose them.
     """
     ours, theirs = target.vocabulary(), draft.vocabulary()
     different = [token for token, index in theirs.items() if ours.get(token) != index]
-    missing = len(ours) - (len(theirs) - len(different))
-    # A draft that lacks a few of the target's special tokens still fits: it can never propose them.
-    if different or missing > 0.01 * len(ours):
-        if different:
-            token = different[0]
-            detail = f"token {token!r} is {theirs[token]} there and {ours.get(token)} here"
-        else:
-            detail = f"it lacks {missing} of the target's {len(ours)} tokens"
-        raise ValueError(
-            f"draft model {draft_name!r} has another vocabulary than the target ({detail}): "
-            "use a draft of the target's own family, or draft 'suffix' or 'ngram', which need none"
-        )
+    if different:
+        token = different[0]
+        return f"token {token!r} is {theirs[token]} there and {ours.get(token)} here"
+    missing = len(ours) - len(theirs)
+    return f"it lacks {missing} of the target's {len(ours)} tokens" if missing > 0.01 * len(ours) else None
 
 
 def build_cache(
