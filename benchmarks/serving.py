@@ -59,6 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--minutes", type=float, default=15.0)
+    parser.add_argument("--cache-gib", type=float, default=0.25, help="that the first minutes fill")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args(argv)
     found = cost(args) if args.what == "cost" else soak(args)
@@ -220,7 +221,7 @@ def soak(args: argparse.Namespace) -> dict[str, Any]:
     """Counts, failures and memory by minute."""
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
-    child = context.Process(target=_serve, args=(theirs, args.model, args.draft, args.clients))
+    child = context.Process(target=_serve, args=(theirs, args.model, args.draft, args.clients, args.cache_gib))
     child.start()
     url = pipe.recv()
     tally = Tally()
@@ -244,10 +245,10 @@ def soak(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _serve(pipe: Any, model: str, draft: str, clients: int) -> None:
+def _serve(pipe: Any, model: str, draft: str, clients: int, cache_gib: float) -> None:
     """The server, which tells what is left in it at the end."""
     config = Config(
-        engine=EngineConfig(exact=True, max_num_seqs=clients, max_model_len=2048),
+        engine=EngineConfig(exact=True, max_num_seqs=clients, max_model_len=2048, cache_gib=cache_gib),
         speculation=SpeculationConfig(method=draft),
         server=ServerConfig(port=0, log_format="json"),
     )

@@ -1,8 +1,8 @@
-"""Resident memory that does not creep: what large steps need is taken at the start, and given back when nothing runs.
+"""Memory that large steps leave behind, given back to the system while nothing runs.
 It must never free what is in use, or matter where the C library has no such call.
 
-A step with many rows needs some blocks of rows times vocabulary for a moment. glibc keeps what they leave between
-smaller pieces, so that a server would grow each time that a step is larger than all before it, for days.
+A step with many rows needs some blocks of rows times vocabulary for a moment, and glibc keeps what they leave between
+smaller pieces.
 """
 
 from __future__ import annotations
@@ -11,21 +11,8 @@ import ctypes
 import threading
 from collections.abc import Callable
 
-import torch
-
 INTERVAL = 30.0
 """Seconds between two looks whether anything runs. Giving back takes 5 to 10 ms."""
-NUM_BLOCKS = 4
-"""Of logits at a time: the target's, a head's, and a copy of each."""
-LARGEST_WARMING = 2**30
-
-
-def warm(rows: int, vocab_size: int) -> None:
-    """Have the allocator take what the largest step will, on a CPU. `rows`: of logits in it."""
-    num_bytes = min(rows * vocab_size * 4, LARGEST_WARMING // NUM_BLOCKS)
-    # All at a time, and touched: only so do they lie beside one another as a step's do.
-    blocks = [torch.ones(num_bytes, dtype=torch.uint8) for _ in range(NUM_BLOCKS)]
-    del blocks
 
 
 def trimmer() -> Callable[[], None] | None:

@@ -17,7 +17,7 @@ from dspark.engine.llm import LLM
 from dspark.observe.metrics import EngineMetrics, Gauges
 from dspark.params import SamplingParams
 from dspark.serve.errors import Refusal, askers_fault
-from dspark.serve.memory import Trimming, warm
+from dspark.serve.memory import Trimming
 from dspark.types import Request, RequestOutput
 
 log = logging.getLogger("dspark.serve")
@@ -38,9 +38,6 @@ class Service:
         self.metrics = EngineMetrics(self._gauges)
         llm.add_sink(self.metrics.on_step)
         llm.add_row_sink(self.metrics)
-        if not str(llm.engine.runner.device).startswith("cuda"):
-            rows = llm.engine_config.max_num_seqs * (1 + llm.engine.speculator.max_tokens)
-            warm(min(rows, llm.engine_config.max_num_batched_tokens), llm.engine.runner.vocab_size)
         self.engine = AsyncLLM.over(llm)
         self.memory = Trimming(lambda: not self.num_open)
         self.longest_token = llm.tokenizer.longest_token
