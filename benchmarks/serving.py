@@ -165,10 +165,9 @@ async def _over_http(url: str, prompts: Sequence[list[int]], clients: int, max_t
         nonlocal tokens
         for prompt in left:
             body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "stream": True}
-            last = b""
-            async for event in events(url, body | {"stream_options": {"include_usage": True}}):
-                last = event
-            tokens += json.loads(last)["usage"]["completion_tokens"]
+            last = await Stream.ask(url, body | {"stream_options": {"include_usage": True}})
+            usage = last[last.rindex(b"data: {") + 6 : last.rindex(b"data: [DONE]")]
+            tokens += json.loads(usage[: usage.rindex(b"}") + 1])["usage"]["completion_tokens"]
 
     await asyncio.gather(*(ask() for _ in range(clients)))
     return tokens, time.perf_counter() - start
@@ -178,31 +177,46 @@ async def _first_http(url: str, prompts: Sequence[list[int]]) -> list[float]:
     found = []
     for prompt in prompts:
         start = time.perf_counter()
-        async for _ in events(url, {"prompt": prompt, "max_tokens": 1, "temperature": 0, "stream": True}):
-            found.append(time.perf_counter() - start)
+        await Stream.ask(url, {"prompt": prompt, "max_tokens": 1, "temperature": 0, "stream": True}, until=b"data: {")
+        found.append(time.perf_counter() - start)
     return found
 
 
-async def events(url: str, body: Any) -> Any:
-    """The data of a stream's events but the last, read with as little work as can be: a client's library would take a
-    core of its own, and what is measured is the server."""
-    host, port = url.removeprefix("http://").split(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
-    text = json.dumps(body).encode()
-    writer.write(
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
-        b"Content-Length: %d\r\n\r\n" % len(text) + text
-    )
-    try:
-        status = await reader.readline()
-        assert b" 200 " in status, status
-        async for line in reader:
-            if line.startswith(b"data: {"):
-                yield line[6:].strip()
-            elif line.startswith(b"data: [DONE]"):
-                return
-    finally:
-        writer.close()
+class Stream(asyncio.Protocol):
+    """A stream's answer, read with as little work as can be: clients share this machine's cores with the server, and
+    what is measured is the server. Keeps the last 4 KiB."""
+
+    def __init__(self, request: bytes, until: bytes) -> None:
+        self.request = request
+        self.until = until
+        self.done: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self.last = b""
+
+    @classmethod
+    async def ask(cls, url: str, body: Any, *, until: bytes = b"data: [DONE]") -> bytes:
+        """The end of what has come when `until` has."""
+        host, port = url.removeprefix("http://").split(":")
+        text = json.dumps(body).encode()
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
+        request = head + b"Content-Length: %d\r\n\r\n" % len(text) + text
+        loop = asyncio.get_running_loop()
+        transport, stream = await loop.create_connection(lambda: cls(request, until), host, int(port))
+        try:
+            return await stream.done
+        finally:
+            transport.close()
+
+    def connection_made(self, transport: Any) -> None:
+        transport.write(self.request)
+
+    def data_received(self, data: bytes) -> None:
+        self.last = (self.last + data)[-4096:]
+        if not self.done.done() and self.until in self.last:
+            self.done.set_result(self.last)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self.done.done():
+            self.done.set_exception(error or ConnectionError(self.last.decode("utf-8", "replace")))
 
 
 # -- soak
