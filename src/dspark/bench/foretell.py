@@ -1,5 +1,5 @@
-"""What a draft should bring, by measured costs and seen acceptance: alone, and with many requests at a time.
-It must never look at a clock: what it says can then be held against what the clock said.
+"""What a draft should bring, by the planner's costs and seen acceptance: alone, and with many requests at a time.
+It must never look at a clock itself: what it says can then be held against what the clock said.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dspark.plan.cost import Costs, StepCost
+from dspark.plan.cost import Costs, Shape, StepCost
 from dspark.plan.simulate import Kind, Machine, compare
 from dspark.types import SpeculationRecord
 
@@ -47,9 +47,9 @@ class Seen:
 
 @dataclass(frozen=True, kw_only=True)
 class Prices:
-    """Costs as measured when the engine started. `overhead`: seconds of a step beside the pass, as plain decoding
-    showed them. `by_token`: of a draft pass, one a token; `by_block`: of one a draft, of the drafters in
-    `block_sources`."""
+    """Costs as an engine's planner holds them: measured when it started, corrected by each step since (plan/cost).
+    `overhead`: seconds of a step beside the target's phases, as plain decoding showed them. `by_token`: of a draft pass,
+    one a token; `by_block`: of one a draft, of the drafters in `block_sources`."""
 
     target: StepCost
     overhead: float = 0.0
@@ -59,9 +59,13 @@ class Prices:
 
     def step(self, rows: float, *, seqs: float = 1, context: float = 0.0) -> float:
         """Seconds of a step of so many packed rows, each with so many cached tokens behind it."""
-        target = self.target
-        behind = target.per_context * rows * context + target.per_seq_context * seqs * context
-        return target.table.seconds(rows) + behind + self.overhead
+        shape = Shape(
+            rows=rows,  # type: ignore[arg-type]
+            context=rows * context,  # type: ignore[arg-type]
+            seq_context=seqs * context,  # type: ignore[arg-type]
+            seqs=seqs,  # type: ignore[arg-type]
+        )
+        return self.target.predict(shape) + self.overhead
 
     def drafting(self, sources: Mapping[str, Drafted]) -> float:
         """Seconds for what was drafted, one stream."""
@@ -171,12 +175,12 @@ def best_length(seen: Seen, prices: Prices, *, longest: int) -> int:
 
 
 def prices_of(speculator: Any, *, overhead: float) -> Prices:
-    """Of an engine's planner, as measured when it started."""
+    """Of an engine's planner."""
     blocks = speculator.block_costs
     return Prices(
         target=speculator.cost,
         overhead=overhead,
-        by_token=None if speculator.draft_cost is None else speculator.draft_cost.table,
-        by_block=None if blocks is None else blocks.greedy.table,
+        by_token=speculator.draft_cost,
+        by_block=None if blocks is None else blocks.greedy,
         block_sources=dict(speculator.block_sources),
     )

@@ -19,8 +19,8 @@ FORMULAS = (
     "turns, against plain decoding",
     "mean of tasks: arithmetic mean of each task's median tokens/s against plain decoding's, with a 95% bootstrap "
     "interval",
-    "foretold: by the costs of passes as measured at the start and the acceptance that was seen, without looking at a "
-    "clock; for 1 client of decoding alone, for more with prompts, by simulation of the planner",
+    "foretold: by the costs of passes as the planner holds them and the acceptance that was seen; for 1 client of "
+    "decoding alone, for more with prompts, by simulation of the planner",
     "accepted length: tokens emitted / passes of the target; acceptance: accepted / verified drafts",
     "draft ms, verify ms: of a step, for drafting, and for the target's pass over it",
     "out: prompts after which it was clear (95%, all looks together) that the candidate is behind the quickest",
