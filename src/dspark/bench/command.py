@@ -133,7 +133,7 @@ def run(args: argparse.Namespace, *, progress: Progress | None = None, argv: Seq
         )
     if not loads and (args.slo is not None or args.floor is not None):
         raise ValueError("--slo and --floor are for a load: give --concurrency or --rate as well")
-    _require_matplotlib()
+    require_matplotlib()
     tasks = [task.strip() for task in args.tasks.split(",") if task.strip()] if args.tasks else None
     rows = load_rows(args.data, per_task=args.per_task, tasks=tasks)
     if args.interleave:
@@ -196,7 +196,7 @@ def _run_loads(
     result = run_load(llm, variants, rows, loads=loads, settings=settings, progress=_say)
     figures = summarise_load(result, slo)
     head = _head(args, llm, result, argv=argv)
-    stem, title = _stem(args), f"{_model_name(args)} under load: {', '.join(result.names)}"
+    stem, title = result_stem(args), f"{_model_name(args)} under load: {', '.join(result.names)}"
     plot = stem.with_name(f"{stem.name}.png")
     plot_load(result, figures, plot, title=title)
     page = load_page(result, figures, slo, title=title, head=head, plot=plot.name)
@@ -291,7 +291,7 @@ def make_judge(llm: Any) -> Any:
     return judge
 
 
-def _require_matplotlib() -> None:
+def require_matplotlib() -> None:
     from importlib.util import find_spec
 
     if find_spec("matplotlib") is None:
@@ -323,7 +323,7 @@ def _model_name(args: argparse.Namespace) -> str:
     return path.stem if path.suffix == ".gguf" else path.name
 
 
-def _stem(args: argparse.Namespace) -> Path:
+def result_stem(args: argparse.Namespace) -> Path:
     """Where the result files of this run go, without their ending. Raises ValueError where nothing can be written."""
     from dspark.bench.report import free_stem
 
@@ -340,7 +340,7 @@ def _write_stream(args: argparse.Namespace, result: Result, summary: Summary, *,
     from dspark.bench.plot import plot_speedups
     from dspark.bench.report import json_lines, markdown_report
 
-    stem, plot = _stem(args), None
+    stem, plot = result_stem(args), None
     title = f"{_model_name(args)}: {', '.join(result.names)}"
     if len(result.names) > 1:
         plot = stem.with_name(f"{stem.name}.png")

@@ -48,8 +48,8 @@ class Seen:
 @dataclass(frozen=True, kw_only=True)
 class Prices:
     """Costs as an engine's planner holds them: measured when it started, corrected by each step since (plan/cost).
-    `overhead`: seconds of a step beside the target's phases, as plain decoding showed them. `by_token`: of a draft pass,
-    one a token; `by_block`: of one a draft, of the drafters in `block_sources`."""
+    `overhead`: seconds of a step beside the target's phases, as plain decoding showed them. `by_token`: of a draft
+    pass, one a token; `by_block`: of one a draft, of the drafters in `block_sources`."""
 
     target: StepCost
     overhead: float = 0.0

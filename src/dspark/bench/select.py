@@ -5,9 +5,7 @@ It must never recommend what it has not measured, or leave out a candidate witho
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -105,7 +103,7 @@ def run(args: argparse.Namespace, *, progress: Progress | None = None, argv: Seq
         print(report.suggestions_text(args.model))
         return 0
     from dspark.bench.candidates import expand
-    from dspark.bench.command import _require_matplotlib
+    from dspark.bench.command import require_matplotlib, result_stem
     from dspark.bench.data import interleave, load_rows
     from dspark.bench.harness import BenchSettings
 
@@ -113,11 +111,11 @@ def run(args: argparse.Namespace, *, progress: Progress | None = None, argv: Seq
     settings = BenchSettings(max_tokens=args.max_tokens, temperature=args.temperature, repeat=1)
     settings.params(0)
     variants = expand(args.drafts, precisions=args.precisions, is_head=_is_head)
-    _require_matplotlib()
+    require_matplotlib()
     tasks = [task.strip() for task in args.tasks.split(",") if task.strip()] if args.tasks else None
     rows = interleave(load_rows(args.data, per_task=args.per_task, tasks=tasks))
     choice, head = select(args, variants, rows, settings=settings, loads=loads, progress=progress, argv=argv)
-    stem = _stem(args)
+    stem = result_stem(args)
     files = report.write(stem, choice, head=head, model=args.model)
     print(json.dumps(report.document(choice, head=head), ensure_ascii=False) if args.json else report.text(choice))
     for file in files:
@@ -392,18 +390,6 @@ def _threads(llm: Any) -> int:
     from dspark.bench.command import num_threads
 
     return num_threads(llm)
-
-
-def _stem(args: argparse.Namespace) -> Path:
-    from dspark.bench.report import free_stem
-
-    folder = Path(args.out)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"--out {folder}: {error.strerror}; give a folder that can be written") from None
-    name = args.name or Path(str(args.model)).name
-    return free_stem(folder, re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-") or "select", date=datetime.date.today())
 
 
 def config_text(choice: Choice, *, model: str, info: Mapping[str, Any]) -> str:
