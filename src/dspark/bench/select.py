@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dspark.bench.contestant import Contestant
     from dspark.bench.race import Race
     from dspark.bench.summary import Summary
     from dspark.bench.variants import Variant
@@ -136,6 +137,7 @@ def select(
     """The race and what follows from it, with its provenance."""
     from dspark import LLM
     from dspark.bench.candidates import free_bytes, within
+    from dspark.bench.contestant import Contestant
     from dspark.bench.data import encode_rows
     from dspark.bench.harness import WARM_UP, Result, _warm_up
     from dspark.bench.race import race
@@ -190,76 +192,6 @@ def select(
         sys.argv if argv is None else argv, config=config, threads=_threads(llm), device=str(llm.info()["device"])
     )
     return choice, head
-
-
-class Contestant:
-    """A candidate with an engine of its own over the target's weights, and what it shows on the way."""
-
-    def __init__(self, llm: Any, variant: Variant) -> None:
-        from dspark.bench.foretell import Drafted, Seen
-        from dspark.bench.harness import EngineParticipant
-
-        self.inner = EngineParticipant(llm, variant)
-        self.name = variant.name
-        self.variant = variant
-        self.seen = Seen()
-        self.new_drafted = Drafted
-        self.tokens = 0
-        self.seconds = 0.0
-        self.phases: dict[str, float] = {}
-        self.context = self.steps = 0
-        self.num_prompt: list[int] = []
-        self.num_output: list[int] = []
-        self.task = ""
-        self.listening = False
-
-    def begin(self) -> None:
-        """From now on it counts."""
-        self.listening = True
-        self.inner.llm.add_row_sink(self._see)
-
-    def answer(self, prompt: Sequence[int], params: Any) -> Any:
-        """As harness.Peer."""
-        answer = self.inner.answer(prompt, params)
-        if self.listening and answer.error is None:
-            self.num_prompt.append(len(prompt))
-            self.num_output.append(len(answer.tokens))
-            self.tokens += max(0, len(answer.tokens) - 1)
-            self.seconds += answer.decode_seconds
-            for name, seconds in answer.phases.items():
-                self.phases[name] = self.phases.get(name, 0.0) + seconds
-        return answer
-
-    def _see(self, step: Any) -> None:
-        if step.position == 0:
-            return  # the prompt's own pass
-        self.steps += 1
-        self.context += step.seq.num_prompt + step.position
-        record = self.seen.by_task.setdefault(self.task, self._record())
-        record.add(
-            drafted=len(step.tokens), verified=step.verified, accepted=step.accepted, emitted=max(step.emitted, 0)
-        )
-        if step.tokens:
-            drafted = self.seen.sources.setdefault(step.source, self.new_drafted())
-            drafted.drafts += 1
-            drafted.tokens += len(step.tokens)
-
-    @staticmethod
-    def _record() -> Any:
-        from dspark.types import SpeculationRecord
-
-        return SpeculationRecord()
-
-    def finish(self) -> Any:
-        """What was seen, as means."""
-        self.seen.context = self.context / self.steps if self.steps else 0.0
-        self.seen.num_prompt = sum(self.num_prompt) / len(self.num_prompt) if self.num_prompt else 1.0
-        self.seen.num_output = sum(self.num_output) / len(self.num_output) if self.num_output else 1.0
-        return self.seen
-
-    def seconds_per_token(self) -> float:
-        """Of decoding."""
-        return self.seconds / self.tokens if self.tokens else 0.0
 
 
 def row_of(contestant: Contestant, plain: Contestant, found: Race, *, loads: Sequence[int], num_bytes: int) -> Row:
