@@ -10,6 +10,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 REPEAT ?= 3
 PYTEST_ARGS ?=
+WORKERS ?= auto
 
 # The demo corrects a text: most of the answer stands in the prompt, where drafts by lookup pay.
 define DEMO_PROMPT
@@ -44,8 +45,9 @@ lint: $(VENV)/.installed-test
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
+# A process a core, each with one thread: most tests are Python over tiny models. WORKERS=0 runs them in one process.
 test: lint
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal $(PYTEST_ARGS)
 
 # The live page in headless Chromium, which must be on the PATH.
 test-page: $(VENV)/.installed-test

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from driver import PATHS, Driver, own_logits, runner_of
+from dspark.model.cache import KVCache, LayerSpec
 from tiny_models import FAMILIES, WINDOW, tiny_model
 
 VOCAB = 96
@@ -76,3 +77,22 @@ def test_shared_prefixes(family: str, path: str) -> None:
         if seq_id % 2:
             driver.close(seq_id)
     assert max(hits) >= 24
+
+
+@pytest.mark.parametrize("window", (0, 6))
+def test_what_is_not_final_is_not_found_again_and_stays_visible(window: int) -> None:
+    """Tokens that were committed as not final are replaced: nobody may find the pages under the old ones, and none may
+    have left the window."""
+    cache = KVCache([LayerSpec(num_kv_heads=1, head_dim=2, window=window)], num_pages=32, page_size=4)
+    old, new = list(range(16)), [0, 1, *range(50, 64)]
+    cache.open(1, old)
+    assert cache.reserve(1, 16)
+    cache.commit(1, old, 14, num_final=2)
+    kept = cache.sequences[1].tables[0].pages[0]
+    cache.commit(1, new, 2, num_final=2)
+    assert cache.sequences[1].tables[0].pages[0] == kept, "a page that the third token sees is gone"
+    assert cache.reserve(1, 16)
+    cache.commit(1, new, 12, num_final=12)
+    assert cache.open(2, old) == 0
+    assert cache.open(3, new) == 12
+    cache.check()

@@ -9,7 +9,7 @@ import pytest
 from scipy import stats
 
 from dspark import LLM, SamplingParams
-from dspark.config import SpeculationConfig
+from dspark.config import EngineConfig, SpeculationConfig
 from dspark.draft.vocab import Reading, SharedVocabulary
 from dspark.model.tokenizer import Tokenizer
 from tests.tiny_folder import tiny_folder
@@ -152,13 +152,82 @@ def test_what_the_draft_reads_is_the_text(tmp_path_factory):
         if trial % 2:  # tokens that are no text together
             ids = [rng.randrange(256) for _ in range(30)]
         start = rng.randrange(1, 10)
-        reading, before = Reading(words), []
+        reading, settled = Reading(words), []
         for stop in sorted({start, *(rng.randrange(start, len(ids) + 1) for _ in range(6)), len(ids)}):
             reading.extend(ids[:stop], num_prompt=start)
-            assert reading.tokens[: len(before)] == before, "what was written was rewritten"
-            before = list(reading.tokens)
+            assert reading.tokens[: len(settled)] == settled, "what was settled was rewritten"
+            settled = reading.tokens[: reading.num_settled]
         if trial % 2 == 0 and reading.whole and "\ufffd" not in ours.decode(ids[:start]):
             assert theirs.decode(reading.tokens) == ours.decode(ids)
+            written = theirs.encode(ours.decode(ids[:start])) + words.write(ours.decode(ids[start:]))
+            assert reading.tokens == written, "the text is not written as the draft's tokenizer writes it"
+
+
+def test_a_long_text_is_settled_as_it_goes(tmp_path_factory):
+    """So that neither rewriting nor what may be rewritten grows with the text, with spaces in it or none."""
+    ours = Tokenizer(tiny_folder(tmp_path_factory.mktemp("a")))
+    theirs = Tokenizer(tiny_folder(tmp_path_factory.mktemp("b"), merges=MERGES, shift=40))
+    words = SharedVocabulary(ours, theirs, max_target=ours.num_tokens, max_draft=theirs.num_tokens)
+    for text in ("hello quick abc 12 " * 40, "abcabc12" * 100):
+        ids = ours.encode(text)
+        reading = Reading(words)
+        for stop in range(1, len(ids) + 1):
+            reading.extend(ids[:stop], num_prompt=1)
+            assert len(reading.tail) <= 97
+        assert theirs.decode(reading.tokens) == text
+
+
+def test_what_the_draft_wrote_is_told_byte_by_byte(tmp_path_factory):
+    """And no token of the target's stands on more, or on fewer, of the draft's than its bytes come from."""
+    ours = Tokenizer(tiny_folder(tmp_path_factory.mktemp("a"), merges=MERGES[:4], shift=5))
+    theirs = Tokenizer(tiny_folder(tmp_path_factory.mktemp("b"), merges=MERGES[3:], shift=40, eos="<end>"))
+    words = SharedVocabulary(ours, theirs, max_target=ours.num_tokens, max_draft=theirs.num_tokens)
+    rng = random.Random(1)
+    texts = 0
+    for _ in range(300):
+        own = theirs.encode("".join(rng.choices("hello é日 q abc12", k=8)), add_special_tokens=False)
+        own = own if rng.random() < 0.7 else [*own[:3], *(rng.randrange(theirs.num_tokens) for _ in range(4))]
+        told, stands = words.retell(own)
+        raw = b"".join(map(ours.token_bytes, told))
+        assert b"".join(map(theirs.token_bytes, own)).startswith(raw)
+        assert stands == sorted(stands) and len(stands) == len(told) and all(1 <= s <= len(own) for s in stands)
+        for count, stand in enumerate(stands, 1):
+            size = len(b"".join(map(ours.token_bytes, told[:count])))
+            assert len(b"".join(map(theirs.token_bytes, own[:stand]))) >= size
+            assert len(b"".join(map(theirs.token_bytes, own[: stand - 1]))) < size
+        texts += len(raw) == len(b"".join(map(theirs.token_bytes, own)))
+    assert texts > 150
+
+
+def test_a_cache_that_is_rewritten_drafts_as_a_fresh_one(target, tmp_path_factory):
+    """Texts that grow by random pieces, their last words written anew each time, against a drafter that reads all."""
+    from dspark.draft.base import DraftRow
+    from dspark.draft.model import ModelDrafter
+    from dspark.engine.build import build_cache
+
+    llm = with_draft(target, str(tiny_folder(tmp_path_factory.mktemp("draft"), merges=MERGES, shift=9)))
+    kept = llm.engine.speculator.drafter
+
+    def fresh():
+        cache, _ = build_cache(kept.runner, EngineConfig(), max_context=256)
+        return ModelDrafter(
+            kept.runner, cache, vocab_size=kept.vocab_size, num_valid_tokens=kept.num_valid_tokens, words=kept.words
+        )
+
+    rng, compared = random.Random(2), 0
+    for seq_id, text in enumerate(["hello abcabc hell abc quick 12 1 2 hello qqq ab c " * 3, "heabchellabc12" * 6]):
+        ids, length = target.tokenizer.encode(text), 5
+        while length < len(ids):
+            row = DraftRow(seq_id=seq_id, tokens=ids[:length], num_prompt=5, params=GREEDY)
+            limit = rng.randrange(1, 6)
+            (draft,) = kept.propose([row], [limit])
+            kept.cache.check()
+            (wanted,) = fresh().propose([row], [limit])
+            assert (draft.tokens, len(draft.survival)) == (wanted.tokens, len(wanted.tokens))
+            assert draft.survival == pytest.approx(wanted.survival, rel=1e-3)
+            compared += len(draft.tokens)
+            length += rng.randrange(1, 6)
+    assert compared > 100
 
 
 def test_too_little_in_common_is_refused(target, tmp_path_factory, monkeypatch):

@@ -1,13 +1,17 @@
 """What two vocabularies have in common, and a text of one written in the other, for drafts by models of other families.
-It must never take two tokens for the same that stand for different bytes, or rewrite what it has written.
+It must never take two tokens for the same that stand for different bytes, or rewrite what it said to be settled.
 
-Token-level intersection (Timor et al. 2025, arXiv 2502.05202, section 4): a draft is drawn from the draft model's law
-restricted to the shared tokens, and verified as any other, so the answer's law stays the target's.
+Two ways to draft (Timor et al. 2025, arXiv 2502.05202), either with the target's law in the answer:
+token-level intersection (their section 4), a draft drawn from the draft model's law restricted to the shared tokens and
+verified as any other; and string-level exact match (their section 3), the draft model's own likeliest text written in
+the target's tokens, which are kept while they are what the target says.
 """
 
 from __future__ import annotations
 
+import bisect
 import codecs
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -46,6 +50,8 @@ class SharedVocabulary:
         self.draft_ids = torch.tensor([index for _, index in pairs], dtype=torch.long)
         self.num_draft = len(theirs)
         self._spelled: dict[int, tuple[int, ...] | None] = {}
+        self._texts: dict[int, str | None] = {}
+        self._from_draft: dict[int, int] | None = None
 
     def __len__(self) -> int:
         return len(self.to_draft)
@@ -55,46 +61,106 @@ class SharedVocabulary:
         self.target_ids, self.draft_ids = self.target_ids.to(device), self.draft_ids.to(device)
         return self
 
+    def text(self, token: int) -> str | None:
+        """A target's token as text; None where it holds only part of a character."""
+        if token not in self._texts:
+            try:
+                self._texts[token] = self.target.token_bytes(token).decode("utf-8")
+            except UnicodeDecodeError:
+                self._texts[token] = None
+        return self._texts[token]
+
     def spell(self, token: int) -> tuple[int, ...] | None:
         """A target's token in the draft's tokens; None where it holds only part of a character."""
         if token in self.to_draft:
             return (self.to_draft[token],)
         if token not in self._spelled:
-            try:
-                text = self.target.token_bytes(token).decode("utf-8")
-            except UnicodeDecodeError:
-                self._spelled[token] = None
-            else:
-                self._spelled[token] = tuple(self.write(text))
+            text = self.text(token)
+            self._spelled[token] = None if text is None else tuple(self.write(text))
         return self._spelled[token]
 
     def write(self, text: str) -> list[int]:
         """A piece of a text in the draft's tokens, without what its tokenizer adds at a beginning."""
-        if not text:
-            return []
-        ids = self.draft.encode(text, add_special_tokens=False)
-        # SentencePiece may put a space before a text: with a letter before it, what is added can be told and cut.
-        if b"".join(map(self.draft.token_bytes, ids)) == text.encode():
-            return ids
-        marked = self.draft.encode(_MARK + text, add_special_tokens=False)
-        mark = self.draft.encode(_MARK, add_special_tokens=False)
-        return marked[len(mark) :] if marked[: len(mark)] == mark else ids
+        return _write(self.draft, text)
+
+    def retell(self, tokens: Sequence[int]) -> tuple[list[int], list[int]]:
+        """The draft's tokens in the target's, and how many of the draft's each of these stands on. What is no text
+        (special tokens, parts of characters) is told token by token, as far as the target has the same ones."""
+        num_text, text, ends = self._text_of(tokens)
+        told = _write(self.target, text)
+        stands, end = [], 0
+        for token in told:
+            end += len(self.target.token_bytes(token))
+            stands.append(min(bisect.bisect_left(ends, end) + 1, len(ends)))
+        for index in range(num_text, len(tokens)):
+            same = self._to_target().get(tokens[index])
+            if same is None:
+                break
+            told.append(same)
+            stands.append(index + 1)
+        return told, stands
+
+    def _text_of(self, tokens: Sequence[int]) -> tuple[int, str, list[int]]:
+        """How many of the draft's tokens are text together, that text, and where in its bytes each of them ends."""
+        decoder = codecs.getincrementaldecoder("utf-8")()
+        count, text, pending, ends, size = 0, "", "", [], 0
+        for index, token in enumerate(tokens):
+            raw = self.draft.token_bytes(token)
+            try:
+                pending += decoder.decode(raw)
+            except UnicodeDecodeError:
+                break
+            if token in self.draft.special_ids:
+                break
+            size += len(raw)
+            ends.append(size)
+            if not decoder.getstate()[0]:
+                count, text, pending = index + 1, text + pending, ""
+        return count, text, ends[:count]
+
+    def _to_target(self) -> dict[int, int]:
+        if self._from_draft is None:
+            self._from_draft = {theirs: ours for ours, theirs in self.to_draft.items()}
+        return self._from_draft
+
+
+def _write(words: Words, text: str) -> list[int]:
+    """A piece of a text, without what the tokenizer adds at a beginning."""
+    if not text:
+        return []
+    ids = words.encode(text, add_special_tokens=False)
+    # SentencePiece may put a space before a text: with a letter before it, what is added can be told and cut.
+    if b"".join(map(words.token_bytes, ids)) == text.encode():
+        return ids
+    marked = words.encode(_MARK + text, add_special_tokens=False)
+    mark = words.encode(_MARK, add_special_tokens=False)
+    return marked[len(mark) :] if marked[: len(mark)] == mark else ids
 
 
 _MARK = "\n"
+_SETTLE_FROM = 24
+"""Characters from which on a tail is looked at for a place to settle."""
+_MAX_TAIL = 96
+"""Characters that may be rewritten: a text without a place to settle is settled as it stands."""
+_WORD_START = re.compile(r"(?<=\S)\s")
 
 
 @dataclass
 class Reading:
-    """One sequence as the draft model reads it. `tokens` (the draft's ids) only ever grow; `held`: bytes of a character
-    of which some are still to come, in which state nothing can be drafted."""
+    """One sequence as the draft model reads it, as its tokenizer would write the text.
+
+    `tokens` (the draft's ids): the first `num_settled` never change; what comes after them is written anew as the text
+    goes on, for how a word is written depends on how it ends.
+    """
 
     words: SharedVocabulary
     tokens: list[int] = field(default_factory=list)
+    num_settled: int = 0
     num_read: int = 0
 
     def __post_init__(self) -> None:
         self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self.tail = ""
 
     @property
     def whole(self) -> bool:
@@ -112,17 +178,37 @@ class Reading:
                 text = self.words.target.decode(list(tokens[start:num_prompt]), skip_special_tokens=False)
             self.tokens += self.words.draft.encode(text.removesuffix("\ufffd")) or self.words.write(" ")
             self.num_read = num_prompt
+            self.num_settled = len(self.tokens)
         for token in tokens[self.num_read :]:
-            self._append(token)
+            special = token in self.words.target.special_ids
+            if self.whole and (special or (token in self.words.to_draft and self.words.text(token) is None)):
+                self._settle_with(self.words.spell(token) or ())
+            else:
+                self.tail += self.decoder.decode(self.words.target.token_bytes(token))
+        if self.num_read < len(tokens):
+            self._write_tail()
         self.num_read = len(tokens)
 
-    def _append(self, token: int) -> None:
-        spelled = self.words.spell(token) if self.whole else None
-        if spelled is not None:
-            self.tokens += spelled
+    def _settle_with(self, tokens: Sequence[int]) -> None:
+        """All that was read, and what is no text behind it."""
+        self.tokens[self.num_settled :] = [*self.words.write(self.tail), *tokens]
+        self.num_settled, self.tail = len(self.tokens), ""
+
+    def _write_tail(self) -> None:
+        """The tail in tokens. Up to the start of a word it is settled, where the tokenizer writes both parts apart as
+        it writes them together."""
+        written = self.words.write(self.tail)
+        self.tokens[self.num_settled :] = written
+        if len(self.tail) < _SETTLE_FROM:
             return
-        text = self.decoder.decode(self.words.target.token_bytes(token))
-        self.tokens += self.words.write(text)
+        for start in reversed([match.start() for match in _WORD_START.finditer(self.tail)][-3:]):
+            first, rest = self.words.write(self.tail[:start]), self.words.write(self.tail[start:])
+            if [*first, *rest] == written:
+                self.num_settled += len(first)
+                self.tail = self.tail[start:]
+                return
+        if len(self.tail) > _MAX_TAIL:
+            self.num_settled, self.tail = len(self.tokens), ""
 
 
 def _by_bytes(words: Words, max_id: int) -> dict[tuple[bool, bytes], int]:

@@ -164,19 +164,21 @@ class KVCache:
                 table.pages.append(pool.take(last))
         return True
 
-    def commit(self, seq_id: int, tokens: Sequence[int], length: int) -> None:
-        """The first `length` of `tokens` are cached and final; everything after is rolled back."""
+    def commit(self, seq_id: int, tokens: Sequence[int], length: int, *, num_final: int | None = None) -> None:
+        """The first `length` of `tokens` are cached, and everything after is rolled back. `num_final` of them (None:
+        all) will never be rolled back; it never falls."""
         keep = -(-length // self.page_size)
+        final = length if num_final is None else min(length, num_final)
         entry = self.sequences[seq_id]
         num_named = len(entry.keys)
         if self.prefix_reuse:
-            self._extend_keys(entry.keys, tokens, length // self.page_size)
+            self._extend_keys(entry.keys, tokens, final // self.page_size)
         for table, pool, window in zip(entry.tables, self.pools, self.windows):
             while len(table.pages) > keep:
                 pool.drop(table.pages.pop())
             for index in range(max(num_named, table.first), len(entry.keys)):
                 pool.name(table.pages[index], entry.keys[index])
-            first = min(self._first_visible(length, window), len(table.pages))
+            first = min(self._first_visible(final, window), len(table.pages))
             for index in range(table.first, first):
                 pool.drop(table.pages[index])
                 table.pages[index] = NO_PAGE
