@@ -22,6 +22,7 @@ from dspark.engine.ends import StopWatcher
 from dspark.engine.loop import Engine
 from dspark.engine.recording import recorded
 from dspark.engine.totals import EngineTotals
+from dspark.model.precision import told
 from dspark.noise import Noise
 from dspark.params import RequestSpeculation, SamplingParams
 from dspark.plan.guard import GuardedPolicy
@@ -182,15 +183,19 @@ class LLM:
         self.engine.totals = EngineTotals(num_preempted=preempted)
 
     def info(self) -> dict[str, Any]:
-        """What runs, where and how."""
-        runner, cache = self.engine.runner, self.engine.cache
+        """What runs, where and how. `weights`: how they are held; `lossless_against`: whose answers are kept."""
+        runner, cache, facts = self.engine.runner, self.engine.cache, self.target.facts
+        asked, dtype = self.engine_config.quantization, str(runner.cache_dtype).removeprefix("torch.")
+        quantization = facts.quantization or asked
         return {
             "model": self.target.name,
             "path": runner.name,
             "exact": bool(runner.exact),
-            "dtype": str(runner.cache_dtype).removeprefix("torch."),
+            "dtype": dtype,
             "device": str(runner.device),
-            "quantization": self.engine_config.quantization,
+            "quantization": quantization,
+            "weights": told(path=runner.name, dtype=dtype, asked=asked, stored=facts.quantization, origin=facts.origin),
+            "lossless_against": f"this target in {quantization or dtype}, decoded plainly",
             "max_context": self.engine.max_context,
             "vocab_size": runner.vocab_size,
             "num_layers": runner.num_layers,

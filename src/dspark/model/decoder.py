@@ -8,6 +8,7 @@ F intermediate, N positions.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -47,7 +48,7 @@ class TorchRunner:
         self._eps = weights.eps
         self._softcap = weights.logit_softcap
         self._rope_tables = weights.rope_tables
-        self._head = make_linear(weights.head, exact=exact, quantization=quantization)
+        self._head = make_linear(weights.head, dtype=self.cache_dtype, exact=exact, quantization=quantization)
         self._layers = [
             _Layer(layer, weights, index, exact=exact, quantization=quantization)
             for index, layer in enumerate(weights.layers)
@@ -97,10 +98,11 @@ class _Layer:
         self.rope = layer.rope
         self.norms = layer.attn_norm, layer.post_attn_norm, layer.mlp_norm, layer.post_mlp_norm
         self.qk_norms = layer.q_norm, layer.k_norm
-        self.qkv = make_linear(layer.qkv, layer.qkv_bias, exact=exact, quantization=quantization)
-        self.o = make_linear(layer.o, layer.o_bias, exact=exact, quantization=quantization)
-        self.gate_up = make_linear(layer.gate_up, exact=exact, quantization=quantization)
-        self.down = make_linear(layer.down, exact=exact, quantization=quantization)
+        how: Any = dict(dtype=weights.embed.dtype, exact=exact, quantization=quantization)
+        self.qkv = make_linear(layer.qkv, layer.qkv_bias, **how)
+        self.o = make_linear(layer.o, layer.o_bias, **how)
+        self.gate_up = make_linear(layer.gate_up, **how)
+        self.down = make_linear(layer.down, **how)
         self.num_heads, self.num_kv_heads = weights.num_heads, weights.num_kv_heads
         self.head_dim, self.scale, self.eps = weights.head_dim, weights.attn_scale, weights.eps
         self.gelu = weights.activation == "gelu_tanh"

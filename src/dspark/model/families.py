@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dspark.model.quantised import QuantisedLinear, Weight, join
 from dspark.model.weights import DecoderWeights, LayerWeights
 
 
@@ -65,12 +66,12 @@ def extract(model: Any, *, max_context: int | None = None) -> tuple[DecoderWeigh
     layers = [_layer(layer, family, windows[i], rope_of[i]) for i, layer in enumerate(inner.layers)]
     attention = inner.layers[0].self_attn
     scale = getattr(inner.embed_tokens, "embed_scale", None)
-    embed, head = inner.embed_tokens.weight.detach(), model.lm_head.weight.detach()
+    embed, head = inner.embed_tokens.weight.detach(), _weight(model.lm_head)
     return (
         DecoderWeights(
             layers=layers,
             embed=embed,
-            head=embed if head.data_ptr() == embed.data_ptr() else head,
+            head=embed if isinstance(head, Tensor) and head.data_ptr() == embed.data_ptr() else head,
             norm=_norm(inner.norm, family),
             rope_tables=tables,
             num_heads=int(config.num_attention_heads),
@@ -112,7 +113,7 @@ def _refusal(model: Any, family: Family) -> str:
     if rotated != model.model.layers[0].self_attn.head_dim:
         return f"rotary embeddings of {rotated} elements of each head"
     for name, module in model.model.layers.named_modules():
-        if name.endswith("_proj") and type(module) is not nn.Linear:
+        if name.endswith("_proj") and type(module) not in (nn.Linear, QuantisedLinear):
             return f"{name} is a {type(module).__name__}"
         if name.endswith(("gate_proj", "up_proj", "down_proj")) and module.bias is not None:
             return "biases in the MLP"
@@ -175,20 +176,30 @@ def _layer(layer: Any, family: Family, window: int, rope: int) -> LayerWeights:
     qkv = [attention.q_proj, attention.k_proj, attention.v_proj]
     return LayerWeights(
         attn_norm=_norm(layer.input_layernorm, family),
-        qkv=_join([linear.weight for linear in qkv]),
+        qkv=_join_weights(qkv),
         qkv_bias=None if qkv[0].bias is None else _join([linear.bias for linear in qkv]),
         q_norm=None if q_norm is None else _norm(q_norm, family),
         k_norm=None if k_norm is None else _norm(k_norm, family),
-        o=attention.o_proj.weight.detach(),
+        o=_weight(attention.o_proj),
         o_bias=None if attention.o_proj.bias is None else attention.o_proj.bias.detach(),
         post_attn_norm=None if post_attn is None else _norm(post_attn, family),
         mlp_norm=_norm(mlp_norm, family),
-        gate_up=_join([mlp.gate_proj.weight, mlp.up_proj.weight]),
-        down=mlp.down_proj.weight.detach(),
+        gate_up=_join_weights([mlp.gate_proj, mlp.up_proj]),
+        down=_weight(mlp.down_proj),
         post_mlp_norm=None if post_mlp is None else _norm(post_mlp, family),
         window=window,
         rope=rope,
     )
+
+
+def _weight(linear: Any) -> Weight:
+    return linear.quantised if isinstance(linear, QuantisedLinear) else linear.weight.detach()
+
+
+def _join_weights(linears: list[Any]) -> Weight:
+    if all(isinstance(linear, QuantisedLinear) for linear in linears):
+        return join([linear.quantised for linear in linears])
+    return _join([linear.weight for linear in linears])
 
 
 def _join(parameters: list[nn.Parameter]) -> Tensor:

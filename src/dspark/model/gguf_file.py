@@ -14,6 +14,7 @@ import json
 import logging
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,11 @@ def read_metadata(path: Path, *, keys: Sequence[str]) -> dict[str, Any]:
     """Those of the file's metadata `keys` that it has. Raises ValueError for a broken or truncated file."""
     reader = _open(path)
     return {key: field.contents() for key in keys if (field := reader.get_field(key)) is not None}
+
+
+def tensor_types(path: Path) -> dict[str, int]:
+    """How many tensors the file keeps in each of GGUF's types, such as {"Q4_K": 168, "Q6_K": 29}."""
+    return dict(Counter(tensor.tensor_type.name for tensor in _open(path).tensors).most_common())
 
 
 def convert(
@@ -53,7 +59,8 @@ def convert(
     partial.mkdir(parents=True)
     try:
         _write_folder(gguf, partial, family=family, eos_token_ids=eos_token_ids, progress=progress)
-        (partial / "dspark_source.json").write_text(json.dumps(source, indent=2) + "\n", encoding="utf-8")
+        told = {**source, "tensor_types": tensor_types(gguf)}
+        (partial / "dspark_source.json").write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
         partial.rename(target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)

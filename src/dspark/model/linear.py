@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dspark.model.quantised import Quantised, Weight, quantise, quantise_rows
+
 # A linear layer is a function (M, I) -> (M, O), in the input's dtype.
 Linear = Callable[[Tensor], Tensor]
 
@@ -20,14 +22,25 @@ _EXACT_SUM = 1024  # int8 products whose sum float32 holds exactly: 1024 * 127 *
 
 
 def make_linear(
-    weight: Tensor, bias: Tensor | None = None, *, exact: bool = False, quantization: str | None = None
+    weight: Weight,
+    bias: Tensor | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    exact: bool = False,
+    quantization: str | None = None,
 ) -> Linear:
     """The linear x -> x @ weight.T + bias for weight (O, I) and bias (O,).
 
-    exact: a row's bits do not depend on the number of rows (CPU). quantization: None or "int8".
+    exact: a row's bits do not depend on the number of rows (CPU). quantization: None or "int8". Quantised weights stay
+    so in int8; in int4 they are expanded to `dtype`, once.
     """
     assert quantization in (None, "int8")
-    if quantization == "int8":
+    if isinstance(weight, Quantised):
+        if weight.kind == "int8":
+            return Int8Linear(weight, bias)
+        assert dtype is not None
+        weight = weight.dense(dtype)
+    elif quantization == "int8":
         return Int8Linear(weight, bias)
     linear: Linear = PackedLinear(weight, bias) if can_prepack(weight) else PlainLinear(weight, bias)
     return TiledLinear(linear) if exact else linear
@@ -80,22 +93,15 @@ class TiledLinear:
 class Int8Linear:
     """Weights in int8 with a scale for each output, inputs in int8 with a scale for each row, sums in integers."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.quantised, scale = quantise_rows(weight)
-        self.scale = scale[:, 0]
+    def __init__(self, weight: Weight, bias: Tensor | None) -> None:
+        packed = weight if isinstance(weight, Quantised) else quantise(weight, "int8")
+        self.quantised, self.scale = packed.codes, packed.scales
         self.bias = None if bias is None else bias.float()
 
     def __call__(self, x: Tensor) -> Tensor:
         rows, scale = quantise_rows(x)
         out = int_matmul(rows, self.quantised).float() * scale * self.scale
         return (out if self.bias is None else out + self.bias).to(x.dtype)
-
-
-def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x (M, I) -> int8 (M, I) and scales (M, 1) float32, with x about int8 * scale: at most half a scale off."""
-    wide = x.float()
-    scale = wide.abs().amax(dim=1, keepdim=True).clamp(min=1e-30) / 127
-    return torch.round(wide / scale).to(torch.int8), scale
 
 
 def int_matmul(a: Tensor, b: Tensor) -> Tensor:

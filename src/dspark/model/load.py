@@ -14,7 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dspark.model import registry
+from dspark.model.foreign import load_foreign, reader_for, require_package
 from dspark.model.gguf_file import convert, first_line, without_bars
+from dspark.model.precision import METHOD, read_settings
+from dspark.model.quantised import QuantisedLinear
+from dspark.model.quantised_folder import load_quantised
 from dspark.model.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -34,7 +38,9 @@ class LoadedModel:
     """A causal language model ready to run.
 
     `vocab_size` counts rows of the output projection (V); ids at or above `num_valid_tokens` are padding rows and must
-    never be emitted. `max_context` is in tokens. `tokenizer` is None when the folder holds none.
+    never be emitted. `max_context` is in tokens. `tokenizer` is None when the folder holds none. `quantization`: of
+    weights that are still quantised in memory, "int8" or "int4"; `origin` says how they lie on disk where that differs
+    from how they are held.
     """
 
     model: nn.Module
@@ -47,6 +53,8 @@ class LoadedModel:
     max_context: int
     dtype: torch.dtype
     tokenizer: Tokenizer | None
+    quantization: str | None = None
+    origin: str | None = None
 
 
 def resolve(model: str, *, progress: Progress | None = None) -> Path:
@@ -85,7 +93,7 @@ def load_model(
     device = _check_device(device)
     folder = resolve(str(model), progress=progress)
     _check_folder(folder)
-    network, torch_dtype = _load_network(folder, dtype=dtype)
+    network, torch_dtype, origin = _load_network(folder, dtype=dtype)
     network.requires_grad_(False)
     network.eval()
     network.to(device)
@@ -93,7 +101,7 @@ def load_model(
     output = network.get_output_embeddings()
     if output is None:
         raise ValueError(f"{folder} is not a causal language model (it has no output projection): choose another model")
-    vocab_size = int(output.weight.shape[0])
+    vocab_size = int(output.out_features if isinstance(output, QuantisedLinear) else output.weight.shape[0])
     tokenizer = Tokenizer(folder) if _has_tokenizer(folder) else None
     num_valid = vocab_size if tokenizer is None else min(tokenizer.num_tokens, vocab_size)
     return LoadedModel(
@@ -107,36 +115,82 @@ def load_model(
         max_context=_max_context(config, folder),
         dtype=torch_dtype,
         tokenizer=tokenizer,
+        quantization=_quantization(output),
+        origin=origin,
     )
 
 
-def _load_network(folder: Path, *, dtype: str) -> tuple[Any, torch.dtype]:
+def _load_network(folder: Path, *, dtype: str) -> tuple[Any, torch.dtype, str | None]:
+    """The network, its dtype, and how its weights lie on disk where that is told."""
     import torch
     from safetensors import SafetensorError
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
+    settings = read_settings(folder)
     try:
         config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
         stored = getattr(config.get_text_config(), "dtype", None)
         wide = dtype == "float32" or (dtype == "auto" and stored in (None, torch.float32))
         torch_dtype = torch.float32 if wide else torch.bfloat16
-        with without_bars():
-            network, report = AutoModelForCausalLM.from_pretrained(
-                str(folder),
-                config=config,
-                dtype=torch_dtype,
-                local_files_only=True,
-                use_safetensors=True,
-                output_loading_info=True,
-            )
+        if settings is None:
+            return _load_dense(folder, config, dtype=torch_dtype), torch_dtype, _gguf_origin(folder, torch_dtype)
+        network, origin = _load_packed(folder, config, settings, dtype=torch_dtype)
+        return network, torch_dtype, origin
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError, SafetensorError) as error:
         raise ValueError(f"cannot load the model in {folder}: {first_line(error)}") from error
+
+
+def _load_dense(folder: Path, config: Any, *, dtype: torch.dtype) -> Any:
+    """By transformers, all of it."""
+    from transformers import AutoModelForCausalLM
+
+    with without_bars():
+        network, report = AutoModelForCausalLM.from_pretrained(
+            str(folder),
+            config=config,
+            dtype=dtype,
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
     if missing := sorted(report["missing_keys"]):
         raise ValueError(
-            f"the weights in {folder} lack {', '.join(missing[:3])} ({len(missing)} in all): the copy is incomplete or "
+            f"the weights lack {', '.join(missing[:3])} ({len(missing)} in all): the copy is incomplete or "
             "config.json belongs to another model"
         )
-    return network, torch_dtype
+    return network
+
+
+def _load_packed(folder: Path, config: Any, settings: dict[str, Any], *, dtype: torch.dtype) -> tuple[Any, str | None]:
+    """A checkpoint with a `quantization_config`, ours or another's, and what is told of how it lies on disk."""
+    kept = str(dtype).removeprefix("torch.")
+    if settings.get("quant_method") == METHOD:
+        network, origin = load_quantised(folder, config=config, dtype=dtype), None
+    else:
+        reader = reader_for(settings)
+        if isinstance(reader, str):
+            require_package(settings, folder, reader)
+            return _load_dense(folder, config, dtype=dtype), f"{settings.get('quant_method')}, run by transformers"
+        network, origin = load_foreign(folder, reader, config=config, dtype=dtype), f"{reader.told}, expanded to {kept}"
+    if (folder / "generation_config.json").is_file():
+        from transformers import GenerationConfig
+
+        network.generation_config = GenerationConfig.from_pretrained(str(folder), local_files_only=True)
+    return network, origin
+
+
+def _gguf_origin(folder: Path, dtype: torch.dtype) -> str | None:
+    """Of a folder that was converted from a GGUF file."""
+    source = registry.read_source(folder)
+    if source is None:
+        return None
+    kinds = source.get("tensor_types") or {}
+    listed = ", ".join(f"{count} in {kind}" for kind, count in kinds.items())
+    return f"GGUF{f' ({listed})' if listed else ''}, expanded to {str(dtype).removeprefix('torch.')}"
+
+
+def _quantization(output: Any) -> str | None:
+    return output.kind if isinstance(output, QuantisedLinear) else None
 
 
 def _end_tokens(network: Any, folder: Path, tokenizer: Tokenizer | None, *, num_valid: int) -> tuple[int, ...]:

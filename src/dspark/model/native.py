@@ -18,6 +18,8 @@ from torch import Tensor
 from dspark.model.batch import IntArray, Packed
 from dspark.model.build import library, reason
 from dspark.model.cache import KVCache, LayerSpec
+from dspark.model.precision import DEFAULT_GROUP
+from dspark.model.quantised import Quantised, Weight, native, quantise
 from dspark.model.runner import Output
 from dspark.model.weights import DecoderWeights, LayerWeights
 
@@ -25,6 +27,7 @@ __all__ = ["NativeRunner", "library"]
 
 # Kinds of packed linears, as in csrc/linear.h.
 F32, BF16, BF12, I8, I4 = range(5)
+_QUANTISED = {"int8": I8, "int4": I4}
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 _ALIGNMENT = 64
 _STATUS = {
@@ -122,8 +125,9 @@ class NativeRunner:
     """A ModelRunner (model/runner) over packed weights.
 
     quantization None keeps the weights' values exactly: float32 as they are, bfloat16 in 12 bits a weight where
-    `compress`, else in 16. "int8" and "int4" quantise weights and, per row, what is multiplied by them. The cache has
-    the weights' dtype. `threads`: default torch's number. Not for use from two threads at once: calls wait.
+    `compress`, else in 16. "int8" and "int4" quantise weights and, per row, what is multiplied by them, int4 weights in
+    groups of `group_size`. Weights that come quantised stay as they are. The cache has the embeddings' dtype.
+    `threads`: default torch's number. Not for use from two threads at once: calls wait.
     """
 
     name = "native"
@@ -134,6 +138,7 @@ class NativeRunner:
         weights: DecoderWeights,
         *,
         quantization: str | None = None,
+        group_size: int = DEFAULT_GROUP,
         threads: int | None = None,
         compress: bool = True,
         cache_layers: Sequence[int] | None = None,
@@ -148,6 +153,7 @@ class NativeRunner:
         self._library = declare(loaded)
         self._check(weights)
         self._kind = _choose_kind(weights.embed.dtype, quantization, compress)
+        self._group_size = group_size
         self._threads = threads or torch.get_num_threads()
         self._lock = threading.Lock()
         self._pointers: _CachePointers | None = None
@@ -234,7 +240,7 @@ class NativeRunner:
 
     def _create(self, weights: DecoderWeights) -> None:
         linears = [getattr(layer, name) for layer in weights.layers for name in _LINEARS] + [weights.head]
-        bounds = [self._library.dspark_packed_bytes(self._kind, *weight.shape) for weight in linears]
+        bounds = [self._library.dspark_packed_bytes(self._kind_of(weight), *weight.shape) for weight in linears]
         self._arena = _Arena(sum(bounds) + _ALIGNMENT * len(bounds))
         layers = (_Layer * self.num_layers)(*(self._layer(layer) for layer in weights.layers))
         num_ropes = len(weights.rope_tables)
@@ -286,23 +292,40 @@ class NativeRunner:
         self._kept.append(kept)
         return kept.data_ptr()
 
-    def _linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
+    def _kind_of(self, weight: Weight) -> int:
+        return _QUANTISED[weight.kind] if isinstance(weight, Quantised) else self._kind
+
+    def _linear(self, weight: Weight, bias: Tensor | None) -> PackedLinear:
         n, k = weight.shape
-        dtype = torch.bfloat16 if self._kind in (BF16, BF12) else torch.float32
-        source = weight.detach().to(dtype).contiguous()
-        blob = self._arena.next(self._library.dspark_packed_bytes(self._kind, n, k))
-        self._arena.keep(self._library.dspark_pack(self._kind, n, k, source.data_ptr(), blob, self._threads))
-        return PackedLinear(kind=self._kind, n=n, k=k, blob=blob, bias=self._floats(bias))
+        kind = self._kind_of(weight)
+        if kind == I4 and isinstance(weight, Tensor) and self._group_size != DEFAULT_GROUP:
+            weight = quantise(weight, "int4", group_size=self._group_size, threads=self._threads)
+        blob = self._arena.next(self._library.dspark_packed_bytes(kind, n, k))
+        if isinstance(weight, Quantised):
+            codes, scales = weight.codes.contiguous(), weight.scales.contiguous()
+            used = native().dspark_pack_codes(
+                kind, n, k, weight.group_size, codes.data_ptr(), scales.data_ptr(), blob, self._threads
+            )
+        else:
+            dtype = torch.bfloat16 if kind in (BF16, BF12) else torch.float32
+            source = weight.detach().to(dtype).contiguous()
+            used = self._library.dspark_pack(kind, n, k, source.data_ptr(), blob, self._threads)
+        self._arena.keep(used)
+        return PackedLinear(kind=kind, n=n, k=k, blob=blob, bias=self._floats(bias))
+
+    @property
+    def num_weight_bytes(self) -> int:
+        """Bytes of everything it keeps of the model: packed linears, embeddings, norms, rotary tables."""
+        return self._arena.used + sum(t.numel() * t.element_size() for t in self._kept if isinstance(t, Tensor))
 
 
 def _choose_kind(dtype: torch.dtype, quantization: str | None, compress: bool) -> int:
     if dtype not in (torch.bfloat16, torch.float32):
         raise ValueError(f"the native path runs bfloat16 and float32 weights, not {dtype}: load with dtype bfloat16")
     if quantization is not None:
-        kinds = {"int8": I8, "int4": I4}
-        if quantization not in kinds:
+        if quantization not in _QUANTISED:
             raise ValueError(f"unknown quantization {quantization!r}: use int8, int4 or none")
-        return kinds[quantization]
+        return _QUANTISED[quantization]
     if dtype == torch.float32:
         return F32
     return BF12 if compress else BF16

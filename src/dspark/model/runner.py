@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dspark.model.batch import Packed
 from dspark.model.cache import KVCache, LayerSpec
+from dspark.model.quantised import QuantisedLinear
 
 _log = logging.getLogger(__name__)
 
@@ -74,6 +75,7 @@ def build_runner(
     path: "native" (one C++ call a pass; CPU), "torch" (fused linears; CPU or GPU), both for the families in
     model/families; "general" (the model's own code; any architecture that uses transformers' attention interface);
     "auto" takes the first of these that works. exact: see ModelRunner. quantization: None, "int8", "int4".
+    Weights that are quantised already (model/quantised_folder) stay so where the path has a kernel for them.
     threads: of torch, for the whole process, and of the native path. max_context: default the model's own limit.
     The first two paths join some of the model's weights and leave views of them in their place: the model stays usable.
     Raises ValueError when the path cannot do it, saying why and what would.
@@ -82,6 +84,7 @@ def build_runner(
         raise ValueError(f"unknown model path {path!r}: use one of {', '.join(PATHS)}")
     if quantization not in (None, "int8", "int4"):
         raise ValueError(f"unknown quantization {quantization!r}: use int8, int4 or none")
+    quantization = _left_to_do(model, quantization)
     device = torch.device(device)
     if threads is not None:
         torch.set_num_threads(threads)
@@ -98,6 +101,19 @@ def build_runner(
         if path == "auto":
             _log.info("%s", reasons[-1])
     raise ValueError("; ".join(reasons))
+
+
+def _left_to_do(model: Any, quantization: str | None) -> str | None:
+    """`quantization`, unless the weights are that already. Raises ValueError where they are something else."""
+    output = model.get_output_embeddings()
+    if not isinstance(output, QuantisedLinear):
+        return quantization
+    if quantization not in (None, output.kind):
+        raise ValueError(
+            f"the weights are {output.kind} already and cannot become {quantization}: leave quantization out, or give "
+            "the dense model that they were made from"
+        )
+    return None
 
 
 def _refusal(path: str, *, exact: bool, quantization: str | None, device: torch.device) -> str | None:

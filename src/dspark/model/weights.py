@@ -8,6 +8,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from dspark.model.quantised import Quantised, Weight
+
+
+def dense(weight: Weight) -> Tensor:
+    """A weight that was never quantised; what needs such weights asks first whether they are."""
+    assert not isinstance(weight, Quantised)
+    return weight
+
 
 @dataclass(frozen=True, kw_only=True)
 class LayerWeights:
@@ -15,20 +23,20 @@ class LayerWeights:
 
     qkv ((H + 2G) E, D): query, key, value rows one after another. gate_up (2F, D): gate rows, then up rows.
     Norm weights are final multipliers in float32 (Gemma's 1 + w already added). `window` 0 is full attention.
-    `rope` indexes DecoderWeights.rope_tables.
+    `rope` indexes DecoderWeights.rope_tables. Weights of linears may be quantised (model/quantised).
     """
 
     attn_norm: Tensor
-    qkv: Tensor
+    qkv: Weight
     qkv_bias: Tensor | None
     q_norm: Tensor | None
     k_norm: Tensor | None
-    o: Tensor
+    o: Weight
     o_bias: Tensor | None
     post_attn_norm: Tensor | None
     mlp_norm: Tensor
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Weight
+    down: Weight
     post_mlp_norm: Tensor | None
     window: int = 0
     rope: int = 0
@@ -47,7 +55,7 @@ class DecoderWeights:
 
     layers: Sequence[LayerWeights]
     embed: Tensor
-    head: Tensor
+    head: Weight
     norm: Tensor
     rope_tables: Sequence[tuple[Tensor, Tensor]]
     num_heads: int

@@ -18,6 +18,7 @@ from dspark.heads.checkpoint import save_head
 from dspark.model.families import extract
 from dspark.model.load import LoadedModel, load_model
 from dspark.model.runner import build_runner
+from dspark.model.weights import dense
 from dspark.provenance import provenance, scrub
 from dspark.train.answers import Example, Generate, make_answers
 from dspark.train.calibrate import by_position, fit_temperatures, overall_ece
@@ -64,6 +65,11 @@ class TrainingRun:
         self.progress = progress
         self.sink = sink
         self.loaded: LoadedModel = load_model(recipe.target, device=device, progress=progress)
+        if self.loaded.quantization is not None:
+            raise ValueError(
+                f"{recipe.target} is quantised ({self.loaded.quantization}): train a head for the dense model "
+                "that it was made from"
+            )
         # The rope parameters and the weights are read before the runner packs them.
         weights, reason = extract(self.loaded.model, max_context=self.loaded.max_context)
         if weights is None:
@@ -124,7 +130,7 @@ class TrainingRun:
             examples,
             recipe.training,
             folder=self.folder,
-            final_head=self.weights.head,
+            final_head=dense(self.weights.head),
             weights=recipe.data.weights,
             sink=self.sink,
         )

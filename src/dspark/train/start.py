@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dspark.heads.checkpoint import load_head, make_head
 from dspark.heads.config import HeadConfig
-from dspark.model.weights import DecoderWeights, LayerWeights
+from dspark.model.weights import DecoderWeights, LayerWeights, dense
 from dspark.train.answers import Example
 from dspark.train.recipe import HeadRecipe
 
@@ -106,7 +106,8 @@ def new_head(config: HeadConfig, weights: DecoderWeights, draft_ids: Tensor, *, 
         head: Any = make_head(config)
     state = head.state_dict()
     state["embed_tokens.weight"] = weights.embed
-    state["lm_head.weight"] = weights.head[draft_ids.to(weights.head.device)]
+    output = dense(weights.head)
+    state["lm_head.weight"] = output[draft_ids.to(output.device)]
     state["norm.weight"] = weights.norm
     if config.context == "target":
         for i, layer in enumerate(config.target_layer_ids):
@@ -129,7 +130,7 @@ def new_head(config: HeadConfig, weights: DecoderWeights, draft_ids: Tensor, *, 
 def finished_head(folder: str, config: HeadConfig, weights: DecoderWeights) -> Any:
     """The head in `folder`, in float32, to be trained further; it must be what `config` says but for its draft
     vocabulary and calibration. Raises ValueError."""
-    head = load_head(folder, embed=weights.embed, head=weights.head, dtype=torch.float32)
+    head = load_head(folder, embed=weights.embed, head=dense(weights.head), dtype=torch.float32)
     free = {"confidence_temperatures": (), "draft_vocab_size": 0}
     found, wanted = head.config.as_dict() | free, config.as_dict() | free
     if differing := sorted(name for name in wanted if found[name] != wanted[name]):
@@ -142,10 +143,10 @@ def finished_head(folder: str, config: HeadConfig, weights: DecoderWeights) -> A
 def _layer_state(layer: LayerWeights, config: HeadConfig) -> list[tuple[str, Tensor]]:
     sizes = [config.num_heads * config.head_dim] + 2 * [config.num_kv_heads * config.head_dim]
     found = [("input_layernorm.weight", layer.attn_norm), ("post_attention_layernorm.weight", layer.mlp_norm)]
-    found += [(f"self_attn.{name}_proj.weight", part) for name, part in zip("qkv", layer.qkv.split(sizes))]
-    found.append(("self_attn.o_proj.weight", layer.o))
-    gate, up = layer.gate_up.chunk(2)
-    found += [("mlp.gate_proj.weight", gate), ("mlp.up_proj.weight", up), ("mlp.down_proj.weight", layer.down)]
+    found += [(f"self_attn.{name}_proj.weight", part) for name, part in zip("qkv", dense(layer.qkv).split(sizes))]
+    found.append(("self_attn.o_proj.weight", dense(layer.o)))
+    gate, up = dense(layer.gate_up).chunk(2)
+    found += [("mlp.gate_proj.weight", gate), ("mlp.up_proj.weight", up), ("mlp.down_proj.weight", dense(layer.down))]
     if layer.qkv_bias is not None:
         found += [(f"self_attn.{name}_proj.bias", part) for name, part in zip("qkv", layer.qkv_bias.split(sizes))]
     if layer.o_bias is not None:

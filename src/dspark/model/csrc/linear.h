@@ -22,6 +22,7 @@ constexpr int kPanel = 32;          // output columns of a panel
 constexpr int kSteps = 16;          // steps of a block
 constexpr int kBlockBytes = 2048;   // 2 halves x 16 steps x 64 bytes
 constexpr int kGroup4 = 32;         // inputs that share a scale in kind I4
+constexpr int kMaxGroup4 = 128;     // inputs that may share a scale in a file: it is stored for each 32 of them here
 constexpr int kGroup4Bytes = 576;   // 512 bytes of nibbles and 32 bfloat16 scales
 constexpr int kQuads = 8;           // independently stored parts of a BF12 block: 128 weights each
 

@@ -5,6 +5,7 @@
 #include <cstdlib>
 
 #include "linear.h"
+#include "linear_codes.h"
 
 extern "C" {
 
@@ -20,6 +21,18 @@ size_t dspark_packed_bytes(int32_t kind, int64_t n, int64_t k) {
 // Returns the bytes used.
 size_t dspark_pack(int32_t kind, int64_t n, int64_t k, const void* weight, void* blob, int32_t threads) {
   return dspark::pack(kind, n, k, weight, blob, threads);
+}
+
+// Row-major codes and scales, as linear_codes.h says, of weight [n, k]; kinds I8 and I4.
+void dspark_quantise(int32_t kind, int64_t n, int64_t k, int32_t group, const float* weight, void* codes, void* scales,
+                     int32_t threads) {
+  dspark::quantise(kind, n, k, group, weight, codes, scales, threads);
+}
+
+// As dspark_pack, from codes and scales. Returns the bytes used.
+size_t dspark_pack_codes(int32_t kind, int64_t n, int64_t k, int32_t group, const void* codes, const void* scales,
+                         void* blob, int32_t threads) {
+  return dspark::pack_codes(kind, n, k, group, codes, scales, blob, threads);
 }
 
 // out[rows, n] = x[rows, k] * W^T (+ bias), contiguous rows, bias may be null. Returns 0, or 1 when memory is short.

@@ -18,42 +18,43 @@ namespace dspark {
 
 // Nearest grid of -8..7 for one group at `scale`; returns the squared error after the scale is refitted to the chosen
 // integers (least squares) and rounded to bfloat16. `scale` may be negative: it decides which end reaches 8.
-inline float int4_try(const float* w, float* scale, int8_t* q) {
+inline float int4_try(const float* w, int count, float* scale, int8_t* q) {
   const float inverse = 1.0f / *scale;
   float wq = 0, qq = 0;
-  float values[kGroup4];
-  for (int i = 0; i < kGroup4; ++i) {
+  float values[kMaxGroup4];
+  for (int i = 0; i < count; ++i) {
     const float v = std::min(7.0f, std::max(-8.0f, w[i] * inverse));
     const int32_t r = round_int(v);
     q[i] = int8_t(r);
     values[i] = float(r);
   }
-  for (int i = 0; i < kGroup4; ++i) wq += w[i] * values[i], qq += values[i] * values[i];
+  for (int i = 0; i < count; ++i) wq = madd(w[i], values[i], wq), qq = madd(values[i], values[i], qq);
   const float fitted = qq > 0 ? wq / qq : *scale;
   *scale = from_bf16(to_bf16(fitted));
   float error = 0;
-  for (int i = 0; i < kGroup4; ++i) {
-    const float d = w[i] - *scale * values[i];
-    error += d * d;
+  for (int i = 0; i < count; ++i) {
+    const float d = madd(-*scale, values[i], w[i]);
+    error = madd(d, d, error);
   }
   return error;
 }
 
-// One group of 32 weights -> 32 integers of -8..7 and a bfloat16 scale, the best of several starting scales.
-inline uint16_t int4_quantise(const float* w, int8_t* q) {
+// One group of at most kMaxGroup4 weights -> integers of -8..7 and a bfloat16 scale, the best of several starting
+// scales. The same weights give the same bits wherever this is inlined: files must agree with quantising on the fly.
+inline uint16_t int4_quantise(const float* w, int count, int8_t* q) {
   float top = 0;
-  for (int i = 0; i < kGroup4; ++i)
+  for (int i = 0; i < count; ++i)
     if (std::abs(w[i]) > std::abs(top)) top = w[i];
-  std::memset(q, 0, kGroup4);
+  std::memset(q, 0, size_t(count));
   if (!(std::abs(top) > 1e-30f)) return 0;
   // Magnitudes that the largest weight is sent to; below 7 the others gain resolution and it is clipped or shrunk.
   constexpr float ends[] = {-8.0f, -7.5f, -7.0f, -8.6f, -9.3f, 7.0f, 7.6f, -6.4f};
   float best = -1.0f, best_scale = 0;
-  int8_t trial[kGroup4];
+  int8_t trial[kMaxGroup4];
   for (const float end : ends) {
     float scale = top / end;
-    const float error = int4_try(w, &scale, trial);
-    if (best < 0 || error < best) best = error, best_scale = scale, std::memcpy(q, trial, kGroup4);
+    const float error = int4_try(w, count, &scale, trial);
+    if (best < 0 || error < best) best = error, best_scale = scale, std::memcpy(q, trial, size_t(count));
   }
   return to_bf16(best_scale);
 }

@@ -61,7 +61,7 @@ inline void pack_int4_panel(const Linear& linear, const float* weight, int panel
       if (row >= linear.n) continue;
       float w[kGroup4] = {};
       std::memcpy(w, weight + row * linear.k + first, size_t(std::min<int64_t>(kGroup4, linear.k - first)) * 4);
-      scale[c] = int4_quantise(w, q + c * kGroup4);
+      scale[c] = int4_quantise(w, kGroup4, q + c * kGroup4);
     }
     int4_encode(q, scale, dst);
   }

@@ -39,6 +39,9 @@ inline float madd(float a, float b, float c) {
 // Nearest integer (ties to even) for |value| < 2^22, without library calls, so that loops vectorise.
 inline int32_t round_int(float value) { return int32_t(float_bits(value + 12582912.0f)) - 0x4b400000; }
 
+// The same of a * b, rounded once where there is a fused product: the compiler must not choose here either.
+inline int32_t round_product(float a, float b) { return int32_t(float_bits(madd(a, b, 12582912.0f))) - 0x4b400000; }
+
 // Largest magnitude, as bits: integer maxima vectorise without relaxed float rules, and a NaN wins.
 inline uint32_t max_abs_bits(const float* x, int64_t count) {
   int32_t top = 0;
@@ -66,7 +69,7 @@ inline float quantise_int8(const float* x, int64_t count, int8_t* q, int32_t* su
   const float inverse = finite && largest > 7.5e-37f ? 127.0f / largest : 0.0f;
   int32_t total = 0;
   for (int64_t i = 0; i < count; ++i) {
-    const int32_t value = finite ? round_int(x[i] * inverse) : 0;
+    const int32_t value = finite ? round_product(x[i], inverse) : 0;
     q[i] = int8_t(value);
     total += value;
   }
