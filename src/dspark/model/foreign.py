@@ -185,9 +185,15 @@ def _compressed(settings: Mapping[str, Any]) -> Reader | str:
 
 def require_package(settings: Mapping[str, Any], folder: Path, why: str) -> None:
     """Raises ValueError naming the package with which transformers would read this, unless it is there."""
+    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING as KNOWN
+
     method = str(settings.get("quant_method"))
+    if method not in KNOWN and method not in PACKAGES:
+        raise ValueError(
+            f"quant_method {method!r} is known neither to dspark nor to transformers: give the dense model"
+        )
     if method not in PACKAGES:
-        return  # transformers reads some by itself, and says so of those that it does not know
+        return  # transformers reads it by itself, or says what it lacks
     module, package = PACKAGES[method]
     if not _is_there(module):
         raise ValueError(
