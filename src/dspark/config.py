@@ -109,6 +109,7 @@ class EngineConfig:
     `max_num_batched_tokens`: new tokens in one pass (prompt chunks, last tokens and drafts together).
     `objective`: "throughput", most tokens a second over all requests, or "latency", few seconds a token for each of
     them and no long stalls by others' prompts (docs/tuning.md).
+    `check_memory`: refuse before loading what has no room (docs/tuning.md).
     `check`: assert the step invariants after every step (tests; costs time).
     """
 
@@ -126,6 +127,7 @@ class EngineConfig:
     prefix_reuse: bool = True
     seed: int | None = None
     objective: str = "throughput"
+    check_memory: bool = True
     check: bool = False
 
     def __post_init__(self) -> None:
@@ -135,7 +137,7 @@ class EngineConfig:
         _choice("objective", self.objective, OBJECTIVES)
         for name in ("max_num_seqs", "max_num_batched_tokens", "page_size"):
             _at_least(name, getattr(self, name), 1)
-        for name in ("exact", "prefix_reuse", "check"):
+        for name in ("exact", "prefix_reuse", "check_memory", "check"):
             _choice(name, getattr(self, name), (True, False))
         for name in ("threads", "max_model_len"):
             if getattr(self, name) is not None:

@@ -4,18 +4,14 @@ It must never load a model to learn its size, or drop a candidate without saying
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from dspark.bench.variants import QUANTIZATIONS, Variant, parse_variant
+from dspark.model.memory import gib
 
 PRECISIONS = ("bf16", *QUANTIZATIONS)
-BYTES = {"bf16": 2.0, "int8": 1.0 + 2 / 128, "int4": 0.5 + 2 / 32}
-"""Of a weight of a linear layer, its scales included."""
 HEADROOM = 0.9
 """Of the memory that is free, what may be planned with."""
 
@@ -56,63 +52,23 @@ def expand(drafts: Sequence[str], *, precisions: Sequence[str], is_head: Any = l
     return found
 
 
-def weight_bytes(folder: Path, precision: str) -> int | None:
-    """Of a model's weights in a precision, by the headers of its files; None where there are none to be read. Linear
-    layers are quantised, embeddings and norms are not."""
-    total = 0.0
-    files = sorted(folder.glob("*.safetensors"))
-    for file in files:
-        for name, entry in _header(file).items():
-            shape = entry.get("shape") if isinstance(entry, Mapping) else None
-            if not isinstance(shape, list):
-                continue
-            size = 1
-            for length in shape:
-                size *= int(length)
-            linear = len(shape) == 2 and "embed" not in name and "lm_head" not in name
-            total += size * (BYTES[precision] if linear else BYTES["bf16"])
-    return int(total) if files else None
-
-
-def _header(file: Path) -> dict[str, Any]:
-    """Of a safetensors file: eight bytes of length, then JSON."""
-    with file.open("rb") as stream:
-        size = int.from_bytes(stream.read(8), "little")
-        if not 0 < size < 2**27:
-            return {}
-        values = json.loads(stream.read(size))
-    return {name: entry for name, entry in values.items() if name != "__metadata__"}
-
-
-def free_bytes() -> int:
-    """Memory that programs may still take."""
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
 def within(variants: Sequence[Variant], sizes: Mapping[str, int], free: int) -> tuple[list[Variant], dict[str, str]]:
-    """Those that fit beside one another, in order, and the others with the reason."""
+    """Those that fit beside one another, in order, and the others with the reason. `sizes`: bytes by name, also of
+    precisions that would help."""
     kept, refused, left = [], {}, int(free * HEADROOM)
     for variant in variants:
         need = sizes.get(variant.name, 0)
         if need > left:
             smaller = [
-                p for p in QUANTIZATIONS if variant.speculation.quantization is None and need * BYTES[p] / 2 < left
+                p
+                for p in QUANTIZATIONS
+                if variant.speculation.quantization is None and sizes.get(f"{variant.name}:{p}", need) < left
             ]
             cure = (
                 f"measure it as :{smaller[0]}" if smaller else "measure it in a run of its own, or on a larger machine"
             )
-            refused[variant.name] = f"needs {_gib(need)} of memory and {_gib(left)} are left: {cure}"
+            refused[variant.name] = f"needs {gib(need)} of memory and {gib(left)} are left: {cure}"
             continue
         left -= need
         kept.append(variant)
     return kept, refused
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{max(0, num_bytes) / 2**30:.2f} GiB"

@@ -280,12 +280,12 @@ def make_judge(llm: Any) -> Any:
     """The near-tie oracle over the plain LLM, with the bound of its dtype; exact engines are excused nothing."""
     from dspark.quality.oracle import LogitMargin, classify, tie_bound
 
-    config = llm.engine_config
-    dtype = str(llm.info()["dtype"])
+    config, info = llm.engine_config, llm.info()
+    dtype = str(info["dtype"])
     margin = LogitMargin(llm)
 
     def judge(prompt: Sequence[int], plain: Sequence[int], other: Sequence[int], exact: bool) -> Any:
-        bound = tie_bound(dtype, quantization=config.quantization, exact=exact or config.exact)
+        bound = tie_bound(dtype, quantization=info.get("quantization"), exact=exact or config.exact)
         return classify(prompt, plain, other, margin=margin, bound=bound)
 
     return judge

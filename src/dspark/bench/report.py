@@ -127,12 +127,22 @@ def notes(result: Result) -> list[str]:
         "One process, the same target weights; each variant has its own cache and prefix reuse is off.",
         "Each repetition starts with fresh drafters and policies: no variant can copy its own earlier answer to the "
         "same prompt. Within a repetition, answers to the earlier, other prompts are in the store of `suffix`.",
+        *target_note(result.configs.get(result.baseline, {})),
     ]
     lines += [
         f"Left out for every participant: {result.rows[row].task}/{result.rows[row].id}: refused by {reason}"
         for row, reason in sorted(result.refused.items())
     ]
     return lines
+
+
+def target_note(info: Mapping[str, Any]) -> list[str]:
+    """What a quantised target means for "the same text"; nothing of one that is not. `info`: of the LLM."""
+    if not info.get("quantization"):
+        return []
+    return [
+        f"Target: {info['quantization']} ({info['weights']}); answers are compared with this quantised target's own."
+    ]
 
 
 def text_report(result: Result, summary: Summary) -> str:

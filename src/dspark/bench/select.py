@@ -90,6 +90,7 @@ class Choice:
     summary: Summary
     target_ms: float
     off_from: int | None
+    target: Sequence[str] = ()
 
     def row(self, name: str) -> Row:
         """Of a candidate."""
@@ -111,7 +112,7 @@ def run(args: argparse.Namespace, *, progress: Progress | None = None, argv: Seq
     loads = _loads(args.concurrency)
     settings = BenchSettings(max_tokens=args.max_tokens, temperature=args.temperature, repeat=1)
     settings.params(0)
-    variants = expand(args.drafts, precisions=args.precisions, is_head=_is_head)
+    variants = expand(args.drafts, precisions=args.precisions, is_head=_as_it_is)
     require_matplotlib()
     tasks = [task.strip() for task in args.tasks.split(",") if task.strip()] if args.tasks else None
     rows = interleave(load_rows(args.data, per_task=args.per_task, tasks=tasks))
@@ -136,21 +137,23 @@ def select(
 ) -> tuple[Choice, dict[str, Any]]:
     """The race and what follows from it, with its provenance."""
     from dspark import LLM
-    from dspark.bench.candidates import free_bytes, within
+    from dspark.bench.candidates import within
     from dspark.bench.contestant import Contestant
     from dspark.bench.data import encode_rows
     from dspark.bench.harness import WARM_UP, Result, _warm_up
     from dspark.bench.race import race
+    from dspark.bench.report import target_note
     from dspark.bench.summary import summarise
     from dspark.bench.variants import parse_variant
+    from dspark.model.free_memory import free_memory
     from dspark.provenance import provenance
 
     engine = {
         n: v for n in ("dtype", "device", "path", "quantization", "threads") if (v := getattr(args, n)) is not None
     }
     llm = LLM(args.model, draft="none", progress=progress, max_model_len=args.max_model_len, max_num_seqs=1, **engine)
-    sizes = {variant.name: _bytes(variant, progress) for variant in variants}
-    kept, refused = within(variants, sizes, free_bytes())
+    sizes = _sizes(variants, llm, progress)
+    kept, refused = within(variants, sizes, free_memory(llm.info()["device"]).num_bytes)
     plain = Contestant(llm, parse_variant("none"))
     contestants = [plain]
     for variant in kept:
@@ -186,6 +189,7 @@ def select(
         summary=summary,
         target_ms=1e3 * plain.seconds_per_token(),
         off_from=None if best is None else off_from(next(r for r in table if r.name == best)),
+        target=target_note(llm.info()),
     )
     config = {"select": {k: v for k, v in vars(args).items() if k not in ("out", "run")}, "info": llm.info()}
     head = provenance(
@@ -289,24 +293,51 @@ def _loads(text: str) -> list[int]:
     return sorted(set(found) | {1})
 
 
-def _is_head(name: str | None) -> bool:
+def _as_it_is(name: str | None) -> bool:
+    """Whether a draft has the one precision that its folder has: heads, and quantised models."""
     from dspark.heads.checkpoint import is_head_folder
+    from dspark.model.precision import is_quantised_folder
 
-    return name is not None and Path(name).is_dir() and is_head_folder(name)
+    return name is not None and Path(name).is_dir() and (is_head_folder(name) or is_quantised_folder(Path(name)))
 
 
-def _bytes(variant: Variant, progress: Progress | None) -> int:
+def _sizes(variants: Sequence[Variant], llm: Any, progress: Progress | None) -> dict[str, int]:
+    """Bytes of each candidate's weights, and of those in other precisions that it could be measured in."""
+    from dspark.bench.variants import QUANTIZATIONS
+
+    found = {}
+    for variant in variants:
+        own = variant.speculation.quantization
+        found[variant.name] = _bytes(variant, own, llm, progress)
+        for kind in QUANTIZATIONS if own is None else ():
+            found.setdefault(f"{variant.name}:{kind}", _bytes(variant, kind, llm, progress))
+    return found
+
+
+def _bytes(variant: Variant, quantization: str | None, llm: Any, progress: Progress | None) -> int:
     """Of a candidate's weights; 0 for lookups, and for what is not there yet to be looked at."""
-    from dspark.bench.candidates import weight_bytes
+    from dspark.engine.fitting import path_of
     from dspark.model.load import resolve
+    from dspark.model.memory import weights
 
     model = variant.speculation.model
     if model is None:
         return 0
     try:
-        return weight_bytes(resolve(model, progress=progress), variant.speculation.quantization or "bf16") or 0
+        folder = resolve(model, progress=progress)
+        config = llm.engine_config
+        path = path_of(
+            folder, "auto" if config.path == "native" else config.path, on_gpu="cuda" in llm.info()["device"]
+        )
+        found = weights(folder, path=path, quantization=quantization, dtype=config.dtype)
     except (ValueError, OSError):
         return 0  # loading it will say what is wrong
+    return found.num_bytes if found is not None else _file_bytes(folder)
+
+
+def _file_bytes(folder: Path) -> int:
+    """Of what is no model of its own: a head."""
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
 def _settings(variant: Variant) -> dict[str, Any]:

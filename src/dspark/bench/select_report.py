@@ -64,14 +64,15 @@ def tasks_table(choice: Choice) -> list[list[str]]:
 def advice(choice: Choice) -> list[str]:
     """What to do."""
     if choice.best is None:
-        return ["Nothing that was measured pays on these prompts: decode plainly (draft none)."]
+        return [*choice.target, "Nothing that was measured pays on these prompts: decode plainly (draft none)."]
     row = choice.row(choice.best)
     settings = row.settings
     precision = f" in {settings['quantization']}" if "quantization" in settings else ""
     named = settings.get("model", settings["method"])
     lines = [
+        *choice.target,
         f"Use {named}{precision}: {row.speedup:.2f} times plain decoding for one stream, drafts of up to "
-        f"{settings['num_speculative_tokens']} tokens, policy adaptive."
+        f"{settings['num_speculative_tokens']} tokens, policy adaptive.",
     ]
     if choice.off_from is None:
         lines.append(f"It is foretold to pay at every load looked at (up to {max(row.foretold, default=1)} clients).")

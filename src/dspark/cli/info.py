@@ -13,13 +13,16 @@ from typing import Any
 
 from dspark import __version__
 from dspark.cli import options
+from dspark.cli.progress import MIB
+from dspark.config import Config
 
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "gguf", "accelerate", "numpy")
 FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8", "asimd", "bf16", "i8mm")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """With --model, also how that model would be run."""
+    """With MODEL, also what it needs in memory and how it would be run."""
+    parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="a model to tell of; the same as --model")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
     options.add_engine_arguments(parser)
     options.add_speculation_arguments(parser)
@@ -29,15 +32,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print what is known of this machine, then of the model if one is named."""
     facts = machine()
-    if args.model is not None:
-        from dspark.cli.generate import load
-
-        facts["model"] = load(args.model, config=options.read_config(args)).info()
+    if (model := options.named_model(args)) is not None:
+        facts |= model_facts(model, options.read_config(args))
     if args.json:
         print(json.dumps(facts, default=str))
     else:
         _print(facts)
     return 0
+
+
+def model_facts(model: str, config: Config) -> dict[str, Any]:
+    """Bytes by what takes them, asked before anything is loaded; then how it runs, or why it does not."""
+    from dspark.cli.generate import load
+
+    facts: dict[str, Any] = {"memory": _memory(model, config)}
+    try:
+        return facts | {"model": load(model, config=config).info()}
+    except ValueError as error:
+        return facts | {"model": {"refused": str(error)}}
+
+
+def _memory(model: str, config: Config) -> dict[str, Any]:
+    try:
+        from dspark.engine.fitting import estimate_memory
+
+        found = estimate_memory(model, config.engine, config.speculation)
+    except (ImportError, ValueError) as error:
+        return {"unknown": str(error)}
+    return {"unknown": "the folder does not tell"} if found is None else found.as_dict()
 
 
 def machine() -> dict[str, Any]:
@@ -107,9 +129,22 @@ def _cache() -> dict[str, Any]:
 
 def _print(facts: dict[str, Any], *, indent: str = "") -> None:
     for key, value in facts.items():
-        if isinstance(value, dict):
+        if key == "memory" and "needs" in value:
+            print(f"{indent}memory")
+            for line in memory_lines(value):
+                print(f"{indent}  {line}")
+        elif isinstance(value, dict):
             print(f"{indent}{key}")
             _print(value, indent=indent + "  ")
         else:
             shown = ", ".join(map(str, value)) or "none" if isinstance(value, list | tuple) else value
             print(f"{indent}{key:<{22 - len(indent)}} {shown}")
+
+
+def memory_lines(memory: dict[str, Any]) -> list[str]:
+    """The table of bytes for people."""
+    rows = list(memory["needs"].items())
+    rows += [("together", memory["total"]), ("most, while loading", memory["while_loading"])]
+    rows += [(f"free ({memory['free_by']})", memory["free"])]
+    lines = [f"{name:<40} {size / MIB:12,.1f} MiB" for name, size in rows]
+    return [*lines, "it fits" if memory["fits"] else "it does not fit (caches on a CPU are only taken as they fill)"]

@@ -18,7 +18,7 @@ DEFAULT_DRAFT = "auto"
 DEFAULT_MAX_TOKENS = 256
 _ENGINE_OPTIONS = (
     *("dtype", "device", "path", "exact", "quantization", "threads", "max_model_len", "objective"),
-    *("max_num_seqs", "max_num_batched_tokens", "cache_gib"),
+    *("max_num_seqs", "max_num_batched_tokens", "cache_gib", "check_memory"),
 )
 
 
@@ -39,6 +39,13 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--quantization", choices=("int8", "int4"), help="quantise the target's linears")
     group.add_argument("--threads", type=int, metavar="N", help="CPU threads")
     group.add_argument("--max-model-len", type=int, metavar="N", help="longest prompt and answer together, in tokens")
+    group.add_argument(
+        "--no-memory-check",
+        dest="check_memory",
+        action="store_false",
+        default=None,
+        help="load also what seems to have no room (see dspark info)",
+    )
     group.add_argument("--objective", choices=OBJECTIVES, help="most tokens a second, or few seconds a token")
     group.add_argument(
         "--config", metavar="FILE", help="a TOML file with the tables [engine], [speculation] and [server]"
@@ -118,6 +125,13 @@ def read_config(args: argparse.Namespace) -> Config:
     return dataclasses.replace(
         config, engine=dataclasses.replace(config.engine, **engine), speculation=_speculation(args, config.speculation)
     )
+
+
+def named_model(args: argparse.Namespace) -> str | None:
+    """MODEL or --model. Raises ValueError where they differ."""
+    if args.model_tag is not None and args.model not in (None, DEFAULT_MODEL, args.model_tag):
+        raise ValueError(f"MODEL is {args.model_tag!r} and --model {args.model!r}: give one of them")
+    return args.model if args.model_tag is None else args.model_tag
 
 
 def read_params(args: argparse.Namespace) -> SamplingParams:

@@ -65,10 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Until SIGTERM or Ctrl-C."""
-    if args.model_tag is not None:
-        if args.model not in (options.DEFAULT_MODEL, args.model_tag):
-            raise ValueError(f"MODEL is {args.model_tag!r} and --model {args.model!r}: give one of them")
-        args.model = args.model_tag
+    args.model = options.named_model(args)
     config = options.read_config(args)
     engine = config.engine if args.seed is None else dataclasses.replace(config.engine, seed=args.seed)
     config = dataclasses.replace(config, engine=engine, server=_server(args, config.server))

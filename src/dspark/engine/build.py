@@ -3,7 +3,6 @@ It must never load the same weights twice in one process, or start an engine who
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -17,6 +16,7 @@ from dspark.draft.base import Drafter, registry
 from dspark.draft.block import added_layers
 from dspark.draft.portfolio import Portfolio
 from dspark.draft.vocab import SharedVocabulary
+from dspark.engine.fitting import device_of
 from dspark.engine.heads import HeadCosts, build_head_drafter, load_draft_head, measure_head_cost
 from dspark.engine.loop import Engine
 from dspark.engine.measure import PassCost, known_cost
@@ -24,7 +24,9 @@ from dspark.engine.scheduler import Scheduler
 from dspark.engine.speculator import Speculator
 from dspark.engine.text_kinds import TextKinds
 from dspark.model.cache import KVCache, LayerSpec
+from dspark.model.free_memory import free_memory
 from dspark.model.load import LoadedModel, load_model
+from dspark.model.memory import cache_budget, gib, plan_cache
 from dspark.model.runner import build_runner
 from dspark.model.tokenizer import Tokenizer
 from dspark.plan.admit import Admission
@@ -35,14 +37,10 @@ from dspark.plan.pace import Pace
 from dspark.verify.grammar import GrammarCompiler
 
 Progress = Callable[[str, int, int], None]
-CPU_CACHE_SHARE = 0.25
-MOST_DRAFTS = 32
-"""Of a row, that a sliding window's pages are counted for."""
 MEASURING_POLICIES = ("adaptive", "shadow")
 """Policies for which passes are timed at the start; a profile recorded under "shadow" tells what they cost."""
 HEAD_QUANTIZATION = "int8"
 """Of a head's layers on the native path: a draft may be rough, and the head reads half the memory."""
-CUDA_CACHE_SHARE = 0.8
 LEAST_SHARED = 0.1
 """Of a draft's tokens that the target must have too."""
 
@@ -137,10 +135,7 @@ class Target:
 
 def open_target(model: str, config: EngineConfig, *, progress: Progress | None = None) -> Target:
     """Resolve device "auto" and load."""
-    device = config.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    return Target(name=model, device=device, dtype=config.dtype, threads=config.threads, progress=progress)
+    return Target(name=model, device=device_of(config), dtype=config.dtype, threads=config.threads, progress=progress)
 
 
 def build_engine(target: Target, config: EngineConfig, speculation: SpeculationConfig) -> Engine:
@@ -352,29 +347,28 @@ def build_cache(
     runner: Any, config: EngineConfig, *, max_context: int, added: Sequence[LayerSpec] = ()
 ) -> tuple[KVCache, int]:
     """A cache within the memory given, with `added` layers behind the model's, and the context that it can hold."""
-    page_size = config.page_size
     specs = [*runner.layer_specs, *added]
-    element = torch.empty(0, dtype=runner.cache_dtype).element_size()
-    page_bytes = sum(2 * page_size * s.num_kv_heads * s.head_dim * element for s in specs)
-    context_pages = -(-max_context // page_size)
-    wanted = context_pages * config.max_num_seqs
-    available = int((config.cache_gib * 2**30 if config.cache_gib else _default_bytes(runner)) // page_bytes)
-    num_pages = max(1, min(wanted, available))
-    if num_pages < context_pages:
+    plan = plan_cache(
+        specs,
+        page_size=config.page_size,
+        element=torch.empty(0, dtype=runner.cache_dtype).element_size(),
+        max_context=max_context,
+        max_seqs=config.max_num_seqs,
+        max_tokens=config.max_num_batched_tokens,
+        budget=config.cache_gib * 2**30 if config.cache_gib else _default_bytes(runner),
+    )
+    if plan.num_pages < plan.context_pages:
         if config.max_model_len is not None:
             raise ValueError(
-                f"a context of {max_context} tokens needs {context_pages * page_bytes / 2**30:.2f} GiB of cache and "
-                f"{available * page_bytes / 2**30:.2f} GiB are given: raise cache_gib or lower max_model_len"
+                f"a context of {max_context} tokens needs {gib(plan.context_pages * plan.page_bytes)} of cache and "
+                f"{gib(plan.available * plan.page_bytes)} are given: raise cache_gib or lower max_model_len"
             )
-        max_context = num_pages * page_size
-    window = max(s.window for s in specs)
-    per_row = -(-window // page_size) + 2 + MOST_DRAFTS // page_size
-    window_pages = config.max_num_seqs * per_row + -(-config.max_num_batched_tokens // page_size)
+        max_context = plan.num_pages * config.page_size
     cache = KVCache(
         specs,
-        num_pages=num_pages,
-        page_size=page_size,
-        max_window_pages=window_pages,
+        num_pages=plan.num_pages,
+        page_size=config.page_size,
+        max_window_pages=plan.window_pages,
         prefix_reuse=config.prefix_reuse,
         dtype=runner.cache_dtype,
         device=runner.device,
@@ -383,6 +377,5 @@ def build_cache(
 
 
 def _default_bytes(runner: Any) -> float:
-    if torch.device(runner.device).type == "cuda":
-        return torch.cuda.mem_get_info()[0] * CUDA_CACHE_SHARE
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * CPU_CACHE_SHARE
+    free = free_memory(runner.device)
+    return cache_budget(free=free.num_bytes, total=free.total, on_gpu=torch.device(runner.device).type == "cuda")

@@ -19,6 +19,7 @@ from typing import Any, cast
 from dspark.config import EngineConfig, SpeculationConfig, engine_config, speculation_config
 from dspark.engine.build import Progress, Target, build_engine, open_target
 from dspark.engine.ends import StopWatcher
+from dspark.engine.fitting import check_memory
 from dspark.engine.loop import Engine
 from dspark.engine.recording import recorded
 from dspark.engine.totals import EngineTotals
@@ -57,6 +58,7 @@ class LLM:
     ) -> None:
         config = engine_config(engine)
         speculation = resolve_speculation(draft, num_speculative_tokens, speculative_config)
+        check_memory(model, config, speculation, progress=progress)
         self._set_up(open_target(model, config, progress=progress), config, speculation)
 
     def _set_up(self, target: Target, config: EngineConfig, speculation: SpeculationConfig) -> None:
