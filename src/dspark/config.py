@@ -109,7 +109,7 @@ class EngineConfig:
     `max_num_batched_tokens`: new tokens in one pass (prompt chunks, last tokens and drafts together).
     `objective`: "throughput", most tokens a second over all requests, or "latency", few seconds a token for each of
     them and no long stalls by others' prompts (docs/tuning.md).
-    `check_memory`: refuse before loading what has no room (docs/tuning.md).
+    `check_memory`: refuse before loading what has no room (docs/choosing-a-draft.md).
     `check`: assert the step invariants after every step (tests; costs time).
     """
 

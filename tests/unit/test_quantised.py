@@ -121,6 +121,7 @@ def test_the_engine_takes_it_as_target_and_draft(folders, tmp_path):
     params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
     fly = LLM(str(folders["llama"]), quantization="int8", exact=True, path="native", max_num_seqs=2)
     llm = LLM(str(out), draft=str(out), exact=True, path="native", max_num_seqs=2)
+    assert llm.info()["draft_quantization"] == "int8"
     assert llm.info()["quantization"] == "int8" and llm.info()["weights"] == "int8 as on disk"
     assert "int8" in llm.info()["lossless_against"]
     wanted = fly.generate("hello", params)[0].outputs[0].token_ids

@@ -205,11 +205,17 @@ class LLM:
             "cache_pages": [pool.num_pages for pool in cache.pools],
             "page_size": cache.page_size,
             "draft": self.speculation.method if self.speculation.model is None else self.speculation.model,
-            "draft_quantization": self.speculation.quantization,
+            "draft_quantization": self._draft_quantization(),
             "num_speculative_tokens": self.speculation.num_speculative_tokens,
             "policy": self.speculation.policy,
             "objective": self.engine_config.objective,
         }
+
+    def _draft_quantization(self) -> str | None:
+        """As its folder has it, else as asked for."""
+        asked = self.speculation.quantization
+        drafts = (draft for (name, *_), draft in self.target.drafts.items() if name == self.speculation.model)
+        return next((draft.facts.quantization or asked for draft in drafts), asked)
 
     def _run(self, groups: dict[int, Group], on_output: Callable[[RequestOutput], None] | None) -> None:
         while self.engine.has_work:
