@@ -199,6 +199,8 @@ def _weight(linear: Any) -> Weight:
 def _join_weights(linears: list[Any]) -> Weight:
     if all(isinstance(linear, QuantisedLinear) for linear in linears):
         return join([linear.quantised for linear in linears])
+    if any(isinstance(linear, QuantisedLinear) for linear in linears):
+        return torch.cat([linear.weight.detach() for linear in linears])
     return _join([linear.weight for linear in linears])
 
 

@@ -23,6 +23,7 @@ from dspark.model.memory import (
 from dspark.model.precision import is_quantised_folder
 
 SMALLER = (None, "int8", "int4")
+FEW_SEQS = 4
 CONTEXTS = (8192, 4096, 2048, 1024)
 """Limits that are proposed where a context is too long."""
 
@@ -189,6 +190,8 @@ def _changes(plan: Plan) -> list[tuple[str, Plan]]:
     if plan.max_num_batched_tokens > plan.max_num_seqs:
         tokens = max(64, plan.max_num_seqs)
         found.append((f"lower max_num_batched_tokens to {tokens}", replace(plan, max_num_batched_tokens=tokens)))
+    if plan.max_num_seqs > FEW_SEQS:
+        found.append((f"lower max_num_seqs to {FEW_SEQS}", replace(plan, max_num_seqs=FEW_SEQS)))
     if plan.draft is not None and plan.draft_path == "native" and not is_quantised_folder(plan.draft):
         for kind in SMALLER[SMALLER.index(plan.draft_quantization) + 1 :]:
             found.append((f"the draft in {kind}", replace(plan, draft_quantization=kind)))

@@ -1,7 +1,7 @@
 """Checkpoints quantised by others: AWQ, GPTQ and compressed-tensors in integers, read without their packages.
 It must never guess: what its layout does not say, or cannot be read here, is refused with the package that would.
 
-Their weights are expanded when they are read: none of these layouts is that of our own kernels.
+Their weights are expanded when they are read, but for int8 with a scale a row, which is what our own kernels run.
 Shapes: O outputs, I inputs, G groups of inputs.
 """
 
@@ -15,6 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from dspark.model.precision import keeps_int8
+from dspark.model.quantised import Quantised, QuantisedLinear, Weight
 
 Read = Callable[[str], Tensor]
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -91,6 +94,14 @@ def plain_weight(read: Read, name: str) -> Tensor:
     return codes.float() * _spread(read(f"{name}.weight_scale"), (codes.shape[0], codes.shape[1]), name)
 
 
+def row_weight(read: Read, name: str) -> Quantised:
+    """The same with a scale for each row, kept as it is."""
+    codes, scales = read(f"{name}.weight"), read(f"{name}.weight_scale")
+    if codes.dtype != torch.int8 or scales.numel() != codes.shape[0]:
+        raise ValueError(f"{name} is not int8 with a scale a row: {_shapes(codes, scales)}")
+    return Quantised(kind="int8", codes=codes, scales=scales.float().flatten(), num_inputs=int(codes.shape[1]))
+
+
 def _spread(scale: Tensor, shape: tuple[int, int], name: str) -> Tensor:
     """A scale for each weight."""
     rows, width = shape
@@ -108,11 +119,11 @@ def _shapes(*tensors: Tensor) -> str:
 class Reader:
     """How a checkpoint of some method is read: which tensors make a weight, and what is told of it."""
 
-    def __init__(self, *, mark: str, parts: tuple[str, ...], make: Callable[..., Tensor], told: str) -> None:
+    def __init__(self, *, mark: str, parts: tuple[str, ...], make: Callable[..., Weight], told: str) -> None:
         self.mark, self.parts, self.make, self.told = mark, parts, make, told
 
-    def weights(self, names: set[str], read: Read) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter by name, expanded. Raises ValueError for a weight that lacks a part."""
+    def weights(self, names: set[str], read: Read) -> Iterator[tuple[str, Weight]]:
+        """Every parameter by name. Raises ValueError for a weight that lacks a part."""
         quantised = {name.removesuffix(self.mark) for name in names if name.endswith(self.mark)}
         for base in sorted(quantised):
             if missing := [part for part in self.parts if base + part not in names]:
@@ -178,7 +189,7 @@ def _compressed(settings: Mapping[str, Any]) -> Reader | str:
     return Reader(
         mark=".weight_scale",
         parts=(".weight", ".weight_scale"),
-        make=lambda read, name, _: plain_weight(read, name),
+        make=lambda read, name, _: (row_weight if keeps_int8(settings) else plain_weight)(read, name),
         told="compressed-tensors, 8 bits",
     )
 
@@ -210,7 +221,7 @@ def _is_there(module: str) -> bool:
 
 
 def load_foreign(folder: Path, reader: Reader, *, config: Any, dtype: torch.dtype) -> Any:
-    """The network with dense weights in `dtype`. Raises ValueError for what is damaged or missing."""
+    """The network, dense weights in `dtype`. Raises ValueError for what is damaged or missing."""
     from dspark.model.skeleton import build_skeleton, place
 
     network = build_skeleton(config, dtype=dtype)
@@ -224,7 +235,10 @@ def load_foreign(folder: Path, reader: Reader, *, config: Any, dtype: torch.dtyp
                 f"{name} in {folder} has shape {tuple(tensor.shape)} and should have {tuple(shapes[name])}: "
                 "config.json belongs to another model"
             )
-        place(network, name, tensor.to(dtype).contiguous())
+        if isinstance(tensor, Quantised):
+            network.set_submodule(name.removesuffix(".weight"), QuantisedLinear(tensor, None, dtype=dtype))
+        else:
+            place(network, name, tensor.to(dtype).contiguous())
     network.tie_weights()
     empty = [name for name, parameter in network.named_parameters() if parameter.is_meta]
     if empty:

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from dspark.model import registry
 from dspark.model.foreign import load_foreign, reader_for, require_package
 from dspark.model.gguf_file import convert, first_line, without_bars
-from dspark.model.precision import METHOD, read_settings
-from dspark.model.quantised import QuantisedLinear
+from dspark.model.precision import METHOD, keeps_int8, read_settings
+from dspark.model.quantised import QuantisedLinear, kind_held
 from dspark.model.quantised_folder import load_quantised
 from dspark.model.tokenizer import Tokenizer
 
@@ -115,7 +115,7 @@ def load_model(
         max_context=_max_context(config, folder),
         dtype=torch_dtype,
         tokenizer=tokenizer,
-        quantization=_quantization(output),
+        quantization=kind_held(network),
         origin=origin,
     )
 
@@ -171,7 +171,8 @@ def _load_packed(folder: Path, config: Any, settings: dict[str, Any], *, dtype: 
         if isinstance(reader, str):
             require_package(settings, folder, reader)
             return _load_dense(folder, config, dtype=dtype), f"{settings.get('quant_method')}, run by transformers"
-        network, origin = load_foreign(folder, reader, config=config, dtype=dtype), f"{reader.told}, expanded to {kept}"
+        network = load_foreign(folder, reader, config=config, dtype=dtype)
+        origin = f"{reader.told}{'' if keeps_int8(settings) else f', expanded to {kept}'}"
     if (folder / "generation_config.json").is_file():
         from transformers import GenerationConfig
 
@@ -187,10 +188,6 @@ def _gguf_origin(folder: Path, dtype: torch.dtype) -> str | None:
     kinds = source.get("tensor_types") or {}
     listed = ", ".join(f"{count} in {kind}" for kind, count in kinds.items())
     return f"GGUF{f' ({listed})' if listed else ''}, expanded to {str(dtype).removeprefix('torch.')}"
-
-
-def _quantization(output: Any) -> str | None:
-    return output.kind if isinstance(output, QuantisedLinear) else None
 
 
 def _end_tokens(network: Any, folder: Path, tokenizer: Tokenizer | None, *, num_valid: int) -> tuple[int, ...]:

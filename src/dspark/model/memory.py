@@ -14,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from dspark.model.precision import METHOD, held_kind, read_config
+from dspark.model.precision import METHOD, held_kind, keeps_int8, read_config
 
 BF12 = 12.25 / 8
 """Bytes of a bfloat16 weight on the native path, which packs the exponents; measured on models, not a bound."""
@@ -150,13 +150,14 @@ def _header(file: Path) -> dict[str, Any]:
 @dataclass(frozen=True, kw_only=True)
 class _Model:
     """A model's tensors by what becomes of them: linears (O, I) by name; embeddings and all else in numbers. `stored`:
-    int8 or int4 in our own format; `converted`: what is read does not lie in the file's own pages."""
+    int8 or int4, of those linears in `kept`; `converted`: what is read does not lie in the file's own pages."""
 
     shape: Shape
     linears: Mapping[str, tuple[int, int]]
     embeddings: int
     others: int
     stored: str | None
+    kept: frozenset[str]
     converted: bool
 
     @property
@@ -170,6 +171,10 @@ class _Model:
         if self.shape.tied and "lm_head" not in linears:
             linears["lm_head"] = (self.shape.vocab_size, self.embeddings // self.shape.vocab_size)
         return linears
+
+    def kind(self, name: str, otherwise: str | None) -> str | None:
+        """Of a linear; `otherwise` where the model is not quantised at all."""
+        return self.stored if name in self.kept else None if self.stored is not None else otherwise
 
     def dense(self, *, joined: bool = False) -> int:
         """Bytes of linears that are not packed; `joined`: of those alone that are copied to be one layer."""
@@ -199,8 +204,9 @@ def _read_model(folder: Path, *, dtype: str) -> _Model | None:
         linears=linears,
         embeddings=embeddings,
         others=others,
-        stored=f"int{settings.get('bits')}" if ours else None,
-        converted=bool(settings) and not ours or shape.element != shape.stored_element,
+        stored=f"int{settings.get('bits')}" if ours else "int8" if keeps_int8(settings) else None,
+        kept=frozenset(name for name in linears if ours or f"{name}.weight_scale" in headers),
+        converted=bool(settings) and not (ours or keeps_int8(settings)) or shape.element != shape.stored_element,
     )
 
 
@@ -231,7 +237,9 @@ def weights(
 def _native_weights(model: _Model, quantization: str | None) -> Weights:
     element, kind = model.shape.element, model.stored or quantization
     linears = model.with_head()
-    packed = sum(packed_bytes(kind, element, size) for size in _join(linears).values())
+    packed = sum(
+        packed_bytes(model.kind(first, quantization), element, size) for first, size in _join(linears).values()
+    )
     loading = model.dense(joined=True)
     if model.stored is not None:
         loading = int(loading / element * _PLAIN[model.stored])
@@ -248,24 +256,26 @@ def _torch_weights(model: _Model, path: str, quantization: str | None) -> Weight
     rest = (model.embeddings + model.others) * element
     if path == "general":
         kind = model.stored
-        linear = sum(_plain_bytes(kind, element, size) for size in model.linears.values())
+        linear = sum(_plain_bytes(model.kind(name, None), element, size) for name, size in model.linears.items())
         largest = max((rows * width for rows, width in model.with_head().values()), default=0)
         return Weights(num_bytes=linear + rest, loading=element * largest if kind else 0)
     kind = quantization if model.stored is None else held_kind("torch", model.stored)
     copied = path == "torch" or kind is not None
     linears = model.with_head() if copied else model.linears
-    linear = sum(_plain_bytes(kind, element, size) for size in linears.values())
+    kinds = {name: kind if model.stored is None or name in model.kept else None for name in linears}
+    linear = sum(_plain_bytes(kinds[name], element, size) for name, size in linears.items())
     loading = model.dense(joined=True) if path == "torch" else model.dense() if kind and not model.stored else 0
     return Weights(num_bytes=linear + rest + model.tables, loading=loading)
 
 
-def _join(linears: Mapping[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
-    """Projections of one input as the one layer that they become."""
-    found: dict[str, tuple[int, int]] = {}
+def _join(linears: Mapping[str, tuple[int, int]]) -> dict[str, tuple[str, tuple[int, int]]]:
+    """Projections of one input as the one layer that they become, with the name of the first."""
+    found: dict[str, tuple[str, tuple[int, int]]] = {}
     for name, (rows, width) in linears.items():
         owner, _, last = name.rpartition(".")
         key = f"{owner}.{_JOINED.get(last, last)}"
-        found[key] = (found.get(key, (0, 0))[0] + rows, width)
+        first, (before, _) = found.get(key, (name, (0, 0)))
+        found[key] = (first, (before + rows, width))
     return found
 
 

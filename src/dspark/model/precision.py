@@ -51,6 +51,25 @@ def kind_of(settings: Mapping[str, Any], folder: Path) -> tuple[str, int]:
     return kind, group
 
 
+def keeps_int8(settings: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint of compressed-tensors is what our int8 is: weights in int8 with a scale for each row, and
+    inputs in int8 with a scale for each of theirs, found as they come."""
+    groups = settings.get("config_groups")
+    if settings.get("quant_method") != "compressed-tensors" or settings.get("format") != "int-quantized" or not groups:
+        return False
+    return all(
+        _int8(group.get("weights"), strategy="channel")
+        and _int8(group.get("input_activations"), strategy="token")
+        and group["input_activations"].get("dynamic") is True
+        for group in groups.values()
+    )
+
+
+def _int8(scheme: Any, *, strategy: str) -> bool:
+    wanted = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": strategy}
+    return isinstance(scheme, Mapping) and all(scheme.get(name) == value for name, value in wanted.items())
+
+
 def held_kind(path: str, kind: str | None) -> str | None:
     """Of a folder in our format, the precision in which a path multiplies; None where it expands the weights."""
     return kind if path == "native" or (path == "torch" and kind == "int8") else None

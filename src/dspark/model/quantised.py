@@ -139,6 +139,11 @@ def native() -> ctypes.CDLL:
     return loaded
 
 
+def kind_held(network: nn.Module) -> str | None:
+    """The precision of a network's quantised linears; None where it has none."""
+    return next((module.kind for module in network.modules() if isinstance(module, QuantisedLinear)), None)
+
+
 class QuantisedLinear(nn.Module):
     """Takes the place of an nn.Linear in a model of transformers. Its own `forward` expands the weight for the time of
     the call: the fast paths take `quantised` instead."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dspark.model.batch import Packed
 from dspark.model.cache import KVCache, LayerSpec
-from dspark.model.quantised import QuantisedLinear
+from dspark.model.quantised import kind_held
 
 _log = logging.getLogger(__name__)
 
@@ -105,12 +105,12 @@ def build_runner(
 
 def _left_to_do(model: Any, quantization: str | None) -> str | None:
     """`quantization`, unless the weights are that already. Raises ValueError where they are something else."""
-    output = model.get_output_embeddings()
-    if not isinstance(output, QuantisedLinear):
+    held = kind_held(model)
+    if held is None:
         return quantization
-    if quantization not in (None, output.kind):
+    if quantization not in (None, held):
         raise ValueError(
-            f"the weights are {output.kind} already and cannot become {quantization}: leave quantization out, or give "
+            f"the weights are {held} already and cannot become {quantization}: leave quantization out, or give "
             "the dense model that they were made from"
         )
     return None
