@@ -4,6 +4,7 @@ It must never need the network: the hub is replaced, models are tiny and built h
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import gguf
@@ -112,6 +113,9 @@ def test_gguf_is_converted_once_with_the_file_s_own_weights(tmp_path, monkeypatc
         ours = stored[f"model.layers.{layer}.mlp.down_proj.weight"]
         assert torch.equal(ours, tensors[f"blk.{layer}.ffn_down.weight"].bfloat16())
     assert stored["model.embed_tokens.weight"].dtype == torch.bfloat16
+    assert loaded.origin is not None and re.fullmatch(
+        r"GGUF \(\d+ in Q8_0, \d+ in F32\), expanded to bfloat16", loaded.origin
+    )
     monkeypatch.setattr("dspark.model.load.convert", None)
     assert resolve(str(path)) == loaded.path
 
