@@ -217,3 +217,13 @@ def test_a_group_s_scale_is_the_best_of_those_tried():
     grid = torch.round(weight[:, None] / scales).clamp(-8, 7) * scales
     best = (grid - weight[:, None]).square().sum(-1).nan_to_num(torch.inf).amin(1)
     assert (error < 1.15 * best).all()
+
+
+def test_peers_of_a_benchmark_cannot_read_it(folders, tmp_path, capsys):
+    """transformers would fill what it does not know with noise."""
+    out = quantised(folders["llama"], tmp_path / "out", "int8")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"task": "t", "id": "1", "prompt": "hello"}) + "\n")
+    capsys.readouterr()
+    words = ["bench", "--model", str(out), "--data", str(rows), "--peer", "hf-plain", "--drafts", "none"]
+    _refused("cannot read a folder of dspark quantize", *words, capsys=capsys)

@@ -256,6 +256,7 @@ def load_peers(
         return []
     from dspark.bench.peers import PeerSettings, hf_peers
     from dspark.model.load import resolve
+    from dspark.model.precision import is_ours
 
     info = llm.info()
     draft = next((v.speculation.model for v in variants if v.speculation.model is not None), None)
@@ -266,6 +267,11 @@ def load_peers(
         device=str(info.get("device", "cpu")),
         threads=num_threads(llm),
     )
+    if any(is_ours(folder) for folder in (settings.model, settings.draft) if folder is not None):
+        raise ValueError(
+            "--peer runs transformers, which cannot read a folder of dspark quantize: compare with the dense model "
+            "and --quantization, or leave --peer out"
+        )
     return hf_peers(settings, plain_only="hf" not in args.peer)
 
 

@@ -37,6 +37,11 @@ def is_quantised_folder(folder: Path) -> bool:
     return read_settings(folder) is not None
 
 
+def is_ours(folder: Path) -> bool:
+    """Whether they are in our format."""
+    return (read_settings(folder) or {}).get("quant_method") == METHOD
+
+
 def kind_of(settings: Mapping[str, Any], folder: Path) -> tuple[str, int]:
     """Kind and group size of a folder in our format. Raises ValueError for a version or values that are not read."""
     version, bits = settings.get("version"), settings.get("bits")
