@@ -48,13 +48,16 @@ LEAST_SHARED = 0.1
 @dataclass(kw_only=True)
 class Target:
     """A model on disk and the runners made from it. Weights are loaded when a runner first needs them, shared between
-    engines, and dropped in their loaded form once a runner holds its own."""
+    engines, and dropped in their loaded form once a runner holds its own. `given`: what stands for the loading where
+    somebody else has loaded the model and keeps it; it is asked again for each use, its answer is not kept, and the
+    torch path takes no copy of its weights."""
 
     name: str
     device: str
     dtype: str
     threads: int | None = None
     progress: Progress | None = None
+    given: Callable[[], LoadedModel] | None = None
     tokenizer: Tokenizer = field(init=False)
     facts: LoadedModel = field(init=False)
     runners: dict[tuple, Any] = field(default_factory=dict)
@@ -65,12 +68,14 @@ class Target:
 
     def __post_init__(self) -> None:
         loaded = self._load()
-        self.tokenizer = loaded.tokenizer or Tokenizer(loaded.path)
+        self.tokenizer = Tokenizer(loaded.path) if loaded.tokenizer is None else loaded.tokenizer
         # What is kept must not keep the weights alive: runners hold their own.
         self.facts = replace(loaded, model=nn.Module())
-        self._fresh: LoadedModel | None = loaded
+        self._fresh: LoadedModel | None = loaded if self.given is None else None
 
     def _load(self) -> LoadedModel:
+        if self.given is not None:
+            return self.given()
         return load_model(self.name, dtype=self.dtype, device=self.device, progress=self.progress)
 
     def runner(self, *, path: str, exact: bool, quantization: str | None) -> Any:
@@ -87,6 +92,7 @@ class Target:
                 device=self.device,
                 threads=self.threads,
                 max_context=loaded.max_context,
+                prepack=self.given is None,
             )
         return self.runners[key]
 
@@ -122,6 +128,14 @@ class Target:
                 token_bytes=self.tokenizer.token_bytes,
             )
         return self._grammars
+
+    def has_draft(self, name: str) -> bool:
+        """Whether the draft model of that name is there already."""
+        return (name, self.device, self.dtype) in self.drafts
+
+    def lend_draft(self, name: str, draft: Target) -> None:
+        """`draft` answers to `name` from now on."""
+        self.drafts[name, self.device, self.dtype] = draft
 
     def draft(self, name: str) -> Target:
         """The draft model of that name, beside this target."""

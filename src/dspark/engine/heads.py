@@ -51,6 +51,8 @@ def find_head(target: Target, speculation: SpeculationConfig) -> Path | None:
     they ask for a packaged head and there is none."""
     if speculation.method == "model":
         assert speculation.model is not None
+        if target.has_draft(speculation.model):
+            return None
         folder = resolve(speculation.model, progress=target.progress)
         return folder if is_head(folder) else None
     if speculation.method not in ("dspark", "auto"):

@@ -71,9 +71,14 @@ class LLM:
 
     def variant(self, *, speculation: SpeculationConfig, **engine: Any) -> LLM:
         """Another engine over the same loaded weights, with a cache and a drafter of its own: for paired runs."""
-        other = object.__new__(LLM)
-        other._set_up(self.target, replace(self.engine_config, **engine), speculation)
-        return other
+        return LLM.over(self.target, replace(self.engine_config, **engine), speculation)
+
+    @classmethod
+    def over(cls, target: Target, config: EngineConfig, speculation: SpeculationConfig) -> LLM:
+        """An engine over a target that is there already."""
+        made = object.__new__(cls)
+        made._set_up(target, config, speculation)
+        return made
 
     def generate(
         self,

@@ -7,8 +7,8 @@ F intermediate, N positions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,7 @@ from dspark.model.attention import PagedAttention
 from dspark.model.batch import Packed
 from dspark.model.cache import KVCache, LayerSpec
 from dspark.model.kernels import AttentionMaker
-from dspark.model.linear import make_linear
+from dspark.model.linear import Linear, make_linear
 from dspark.model.runner import Output
 from dspark.model.weights import DecoderWeights, LayerWeights
 
@@ -28,8 +28,11 @@ class TorchRunner:
 
     name = "torch"
 
-    def __init__(self, weights: DecoderWeights, *, exact: bool = False, quantization: str | None = None) -> None:
-        """exact: linears in fixed row tiles and attention row by row (CPU). quantization: None or "int8"."""
+    def __init__(
+        self, weights: DecoderWeights, *, exact: bool = False, quantization: str | None = None, prepack: bool = True
+    ) -> None:
+        """exact: linears in fixed row tiles and attention row by row (CPU). quantization: None or "int8". prepack: see
+        make_linear."""
         assert not exact or weights.embed.device.type == "cpu"
         self.exact = exact
         self.layer_specs = [
@@ -48,11 +51,11 @@ class TorchRunner:
         self._eps = weights.eps
         self._softcap = weights.logit_softcap
         self._rope_tables = weights.rope_tables
-        self._head = make_linear(weights.head, dtype=self.cache_dtype, exact=exact, quantization=quantization)
-        self._layers = [
-            _Layer(layer, weights, index, exact=exact, quantization=quantization)
-            for index, layer in enumerate(weights.layers)
-        ]
+        make = partial(
+            make_linear, dtype=self.cache_dtype, exact=exact, quantization=quantization, prepack=prepack
+        )
+        self._head = make(weights.head)
+        self._layers = [_Layer(layer, weights, index, make) for index, layer in enumerate(weights.layers)]
         self._attention = AttentionMaker(num_heads=weights.num_heads, row_by_row=exact)
 
     @torch.no_grad()
@@ -92,17 +95,16 @@ class _Layer:
     """One decoder layer: (T, D) -> (T, D)."""
 
     def __init__(
-        self, layer: LayerWeights, weights: DecoderWeights, index: int, *, exact: bool, quantization: str | None
+        self, layer: LayerWeights, weights: DecoderWeights, index: int, make_linear: Callable[..., Linear]
     ) -> None:
         self.index = index
         self.rope = layer.rope
         self.norms = layer.attn_norm, layer.post_attn_norm, layer.mlp_norm, layer.post_mlp_norm
         self.qk_norms = layer.q_norm, layer.k_norm
-        how: Any = dict(dtype=weights.embed.dtype, exact=exact, quantization=quantization)
-        self.qkv = make_linear(layer.qkv, layer.qkv_bias, **how)
-        self.o = make_linear(layer.o, layer.o_bias, **how)
-        self.gate_up = make_linear(layer.gate_up, **how)
-        self.down = make_linear(layer.down, **how)
+        self.qkv = make_linear(layer.qkv, layer.qkv_bias)
+        self.o = make_linear(layer.o, layer.o_bias)
+        self.gate_up = make_linear(layer.gate_up)
+        self.down = make_linear(layer.down)
         self.num_heads, self.num_kv_heads = weights.num_heads, weights.num_kv_heads
         self.head_dim, self.scale, self.eps = weights.head_dim, weights.attn_scale, weights.eps
         self.gelu = weights.activation == "gelu_tanh"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -105,6 +106,11 @@ class GeneralRunner:
             self._self_test()
         except (ValueError, TypeError) as error:
             raise ValueError(f"{type(model).__name__} cannot run over a paged cache: {error}") from error
+
+    def hold_weakly(self) -> None:
+        """From now on the model lives only as long as somebody else keeps it."""
+        if not isinstance(self.model, weakref.ProxyTypes):
+            self.model = weakref.proxy(self.model)
 
     @torch.no_grad()
     def forward(self, packed: Packed, cache: KVCache, *, taps: Sequence[int] = ()) -> Output:

@@ -28,11 +28,13 @@ def make_linear(
     dtype: torch.dtype | None = None,
     exact: bool = False,
     quantization: str | None = None,
+    prepack: bool = True,
 ) -> Linear:
     """The linear x -> x @ weight.T + bias for weight (O, I) and bias (O,).
 
     exact: a row's bits do not depend on the number of rows (CPU). quantization: None or "int8". Quantised weights stay
-    so in int8; in int4 they are expanded to `dtype`, once.
+    so in int8; in int4 they are expanded to `dtype`, once. prepack: where oneDNN can, with a copy of the weight in its
+    own layout; else with the weight itself.
     """
     assert quantization in (None, "int8")
     if isinstance(weight, Quantised):
@@ -42,7 +44,7 @@ def make_linear(
         weight = weight.dense(dtype)
     elif quantization == "int8":
         return Int8Linear(weight, bias)
-    linear: Linear = PackedLinear(weight, bias) if can_prepack(weight) else PlainLinear(weight, bias)
+    linear: Linear = PackedLinear(weight, bias) if prepack and can_prepack(weight) else PlainLinear(weight, bias)
     return TiledLinear(linear) if exact else linear
 
 

@@ -69,6 +69,7 @@ def build_runner(
     device: str | torch.device = "cpu",
     threads: int | None = None,
     max_context: int | None = None,
+    prepack: bool = True,
 ) -> ModelRunner:
     """A runner for a transformers causal LM, by the fastest path that can do what is asked.
 
@@ -77,6 +78,7 @@ def build_runner(
     "auto" takes the first of these that works. exact: see ModelRunner. quantization: None, "int8", "int4".
     Weights that are quantised already (model/quantised_folder) stay so where the path has a kernel for them.
     threads: of torch, for the whole process, and of the native path. max_context: default the model's own limit.
+    prepack: the torch path may lay weights out anew for its CPU, which takes a copy of them.
     The first two paths join some of the model's weights and leave views of them in their place: the model stays usable.
     Raises ValueError when the path cannot do it, saying why and what would.
     """
@@ -93,7 +95,8 @@ def build_runner(
     for candidate in PATHS[1:] if path == "auto" else (path,):
         refusal = _refusal(candidate, exact=exact, quantization=quantization, device=device)
         if refusal is None:
-            built = _build(candidate, model, exact=exact, quantization=quantization, threads=threads, limit=max_context)
+            settings: dict[str, Any] = {"quantization": quantization, "threads": threads, "prepack": prepack}
+            built = _build(candidate, model, exact=exact, limit=max_context, **settings)
             if not isinstance(built, str):
                 return built
             refusal = built
@@ -144,7 +147,14 @@ def _native_refusal(device: torch.device) -> str | None:
 
 
 def _build(
-    path: str, model: Any, *, exact: bool, quantization: str | None, threads: int | None, limit: int | None
+    path: str,
+    model: Any,
+    *,
+    exact: bool,
+    quantization: str | None,
+    threads: int | None,
+    limit: int | None,
+    prepack: bool,
 ) -> ModelRunner | str:
     """The runner, or why this model cannot take this path."""
     if path == "general":
@@ -168,4 +178,4 @@ def _build(
             return str(error)
     from dspark.model.decoder import TorchRunner
 
-    return TorchRunner(weights, exact=exact, quantization=quantization)
+    return TorchRunner(weights, exact=exact, quantization=quantization, prepack=prepack)

@@ -49,12 +49,23 @@ class Tokenizer:
         from transformers import AutoTokenizer
 
         try:
-            self.hf: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+            hf = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
         except (OSError, ValueError, KeyError, TypeError, ImportError, RecursionError) as error:
             raise ValueError(
                 f"no usable tokenizer in {folder} ({first_line(error)}): copy the model's tokenizer.json into it"
             ) from error
-        self.name = Path(folder).name
+        self._set_up(hf, name=Path(folder).name)
+
+    @classmethod
+    def of(cls, hf: Any) -> Tokenizer:
+        """Around a tokenizer of transformers that somebody has loaded."""
+        made = object.__new__(cls)
+        made._set_up(hf, name=Path(getattr(hf, "name_or_path", None) or type(hf).__name__).name)
+        return made
+
+    def _set_up(self, hf: Any, *, name: str) -> None:
+        self.hf: Any = hf
+        self.name = name
         added = self.hf.added_tokens_decoder
         self._added = {index: token.content for index, token in added.items()}
         self.special_ids = frozenset(index for index, token in added.items() if token.special)
@@ -178,6 +189,26 @@ class Tokenizer:
         piece: _Piece = token if token is None else self._decoder.piece(token)
         self._pieces[token_id] = piece
         return piece
+
+
+class NoTokenizer(Tokenizer):
+    """Stands where a model is used by token ids alone: no token has a text."""
+
+    def __init__(self) -> None:
+        self.name = "none"
+        self.num_tokens = 0
+
+    def vocabulary(self) -> dict[str, int]:
+        return {}
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        raise ValueError("a text cannot be read without a tokenizer: give token ids, or the tokenizer")
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return ""
+
+    def stream(self, *, skip_special_tokens: bool = True, prompt_ids: Sequence[int] = ()) -> TokenStream:
+        return _WindowStream(self.decode)
 
 
 _Piece = str | int | None  # text, one byte, or no token of that id
