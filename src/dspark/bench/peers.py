@@ -106,19 +106,19 @@ class HfPeer:
 
 def hf_peers(settings: PeerSettings, *, plain_only: bool = False) -> list[HfPeer]:
     """`hf` (plain generate), `hf-lookup`, and `hf-assisted` when there is a draft model, over one loaded model."""
-    model = _load(settings.model, settings=settings)
+    model = load_peer(settings.model, settings=settings)
     peers = [HfPeer("hf", model, threads=settings.threads)]
     if plain_only:
         return peers
     lookup = {"prompt_lookup_num_tokens": PROMPT_LOOKUP_TOKENS}
     peers.append(HfPeer("hf-lookup", model, threads=settings.threads, options=lookup))
     if settings.draft is not None:
-        draft = {"assistant_model": _load(settings.draft, settings=settings)}
+        draft = {"assistant_model": load_peer(settings.draft, settings=settings)}
         peers.append(HfPeer("hf-assisted", model, threads=settings.threads, options=draft))
     return peers
 
 
-def _load(folder: Path, *, settings: PeerSettings) -> Any:
+def load_peer(folder: Path, *, settings: PeerSettings) -> Any:
     """In evaluation mode, with transformers' own choice of attention, and an id for padding so that it keeps quiet."""
     dtype = getattr(torch, settings.dtype)
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
