@@ -24,6 +24,8 @@ PAD = 0
 SUFFIX = {"method": "suffix", "policy": "fixed"}
 PLAIN = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": PAD}
 
+OURS = {**PLAIN, "draft": SUFFIX}
+
 
 def by(model: Any, **settings: Any) -> dict[str, Any]:
     """Drafts by a model object, of one length, so that nothing is measured."""
@@ -97,8 +99,10 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("through", ("generate", "custom_generate", "generation_config"))
+@pytest.mark.parametrize(
+    ("case", "through"),
+    [*((case, "generate") for case in CASES), ("ends", "custom_generate"), ("least", "generation_config")],
+)
 def test_settings_mean_what_they_mean_there(llama: Any, case: str, through: str) -> None:
     batch, settings = padded(prompts()), {**PLAIN, **CASES[case]}
     wanted = llama.generate(**batch, **settings)
@@ -114,11 +118,11 @@ def test_settings_mean_what_they_mean_there(llama: Any, case: str, through: str)
 def test_padding_that_nobody_masked(llama: Any) -> None:
     """Without a mask transformers takes it from the padding; so must we."""
     ids = padded(prompts())["input_ids"]
-    assert torch.equal(hf.generate(llama, ids, **PLAIN), llama.generate(ids, **PLAIN))
+    assert torch.equal(hf.generate(llama, ids, **OURS), llama.generate(ids, **PLAIN))
 
 
 def test_sequences_in_an_object(llama: Any) -> None:
-    got = hf.generate(llama, **padded(prompts()), **PLAIN, return_dict_in_generate=True)
+    got = hf.generate(llama, **padded(prompts()), **OURS, return_dict_in_generate=True)
     assert isinstance(got, transformers.generation.GenerateDecoderOnlyOutput)
     assert torch.equal(got.sequences, llama.generate(**padded(prompts()), **PLAIN))
 
@@ -146,7 +150,7 @@ def test_stopping_criteria(llama: Any) -> None:
         got = hf.generate(llama, **batch, **settings, stopping_criteria=criteria, draft=by(copy.deepcopy(llama)))
         assert torch.equal(got, wanted)
     with pytest.raises(ValueError, match="eos_token_id"):
-        hf.generate(llama, **batch, **PLAIN, stopping_criteria=criteria)
+        hf.generate(llama, **batch, **OURS, stopping_criteria=criteria)
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +169,7 @@ def test_stop_strings(worded: tuple[Any, Any]) -> None:
     settings = {"max_new_tokens": NEW, "do_sample": False, "tokenizer": tokenizer, "stop_strings": [stop]}
     wanted = model.generate(ids, **settings)
     assert wanted.shape[1] < ids.shape[1] + NEW, "the stop string does not stop"
-    assert torch.equal(hf.generate(model, ids, **settings), wanted)
+    assert torch.equal(hf.generate(model, ids, **settings, draft=SUFFIX), wanted)
     config = transformers.GenerationConfig(max_new_tokens=NEW, do_sample=False, stop_strings=[stop])
     assert torch.equal(hf.generate(model, ids, generation_config=config, tokenizer=tokenizer), wanted)
     assert config.stop_strings == [stop], "the caller's own config was changed"
@@ -210,72 +214,6 @@ def test_a_streamer_of_several_rows(llama: Any) -> None:
     assert torch.equal(got, wanted) and ours.over and ours.seen == theirs.seen
 
 
-LAWS: dict[str, dict[str, Any]] = {
-    "temperature": {"temperature": 0.7, "top_k": 0},
-    "top_k": {"top_k": 4},
-    "top_p": {"top_k": 0, "top_p": 0.6},
-    "both": {"top_k": 9, "top_p": 0.8, "temperature": 1.3},
-    "min_p": {"top_k": 20, "min_p": 0.1},
-    "penalty": {"top_k": 6, "repetition_penalty": 1.5},
-    "defaults": {},
-}
-NUM_DRAWS = 500
-CRITICAL = 4.0
-"""Standard deviations of a chi-square from its mean, which a right law exceeds about once in ten thousand."""
-
-
-@pytest.mark.parametrize("law", LAWS)
-def test_sampled_tokens_have_transformers_law(llama: Any, law: str) -> None:
-    """The second token, given the first: it is drafted by another model, so accepted and corrected draws are in it."""
-    prompt = torch.tensor([prompts(1)[0]])
-    settings = {"do_sample": True, "max_new_tokens": 2, "eos_token_id": None, "pad_token_id": PAD, **LAWS[law]}
-    drafter = tiny_model("llama", vocab_size=VOCAB, seed=3)
-    draft = {"draft": by(drafter), "engine": {"max_num_seqs": 64}}
-    torch.manual_seed(5)
-    got = hf.generate(llama, prompt, **settings, num_return_sequences=NUM_DRAWS, **draft)
-    assert got.shape == (NUM_DRAWS, prompt.shape[1] + 2)
-    first = transformers.generation.GenerateDecoderOnlyOutput
-    scores = llama.generate(
-        prompt, **{**settings, "max_new_tokens": 1}, output_scores=True, return_dict_in_generate=True
-    )
-    assert isinstance(scores, first)
-    _check_counts(got[:, prompt.shape[1]], scores.scores[0][0].softmax(-1))
-    common = int(got[:, prompt.shape[1]].mode().values)
-    longer = torch.cat([prompt, torch.tensor([[common]])], dim=1)
-    then = llama.generate(longer, **{**settings, "max_new_tokens": 1}, output_scores=True, return_dict_in_generate=True)
-    chosen = got[got[:, prompt.shape[1]] == common][:, -1]
-    _check_counts(chosen, then.scores[0][0].softmax(-1))
-    with pytest.raises(AssertionError):  # the negative control: another law is seen
-        _check_counts(got[:, prompt.shape[1]], then.scores[0][0].softmax(-1))
-
-
-def _check_counts(tokens: torch.Tensor, law: torch.Tensor) -> None:
-    counts = torch.bincount(tokens, minlength=VOCAB).double()
-    assert bool((counts[law == 0] == 0).all()), "a token without probability was drawn"
-    expected = law.double() * len(tokens)
-    large = expected >= 5
-    pairs = [(counts[large], expected[large])]
-    if bool((~large).any()) and float(expected[~large].sum()) > 0:
-        pairs.append((counts[~large].sum()[None], expected[~large].sum()[None]))
-    statistic = sum(float(((seen - mean) ** 2 / mean).sum()) for seen, mean in pairs)
-    freedom = max(1, sum(len(seen) for seen, _ in pairs) - 1)
-    assert statistic <= freedom + CRITICAL * (2 * freedom) ** 0.5, (statistic, freedom)
-
-
-def test_seeds(llama: Any) -> None:
-    """Repeatable by `seed` and by torch.manual_seed, whatever drafts by `seed`; rows of one prompt differ."""
-    batch, settings = padded([prompts(1)[0]] * 3), {**PLAIN, "do_sample": True, "top_k": 0}
-    one = hf.generate(llama, **batch, **settings, seed=11, draft=None)
-    assert torch.equal(one, hf.generate(llama, **batch, **settings, seed=11, draft=SUFFIX))
-    assert not torch.equal(one, hf.generate(llama, **batch, **settings, seed=12, draft=None))
-    assert not torch.equal(one[0], one[1])
-    torch.manual_seed(1)
-    first = hf.generate(llama, **batch, **settings)
-    torch.manual_seed(1)
-    assert torch.equal(first, hf.generate(llama, **batch, **settings))
-    assert not torch.equal(first, hf.generate(llama, **batch, **settings))
-
-
 REFUSED: dict[str, dict[str, Any]] = {
     "num_beams": {"num_beams": 2},
     "no_repeat_ngram_size": {"no_repeat_ngram_size": 2},
@@ -301,7 +239,7 @@ REFUSED: dict[str, dict[str, Any]] = {
 def test_refused_by_name(llama: Any, name: str) -> None:
     batch = padded(prompts(1))
     with pytest.raises(ValueError, match=name.split(" ")[0] if name != "draft" else "no-such-model"):
-        hf.generate(llama, **batch, **{**PLAIN, **REFUSED[name]})
+        hf.generate(llama, **batch, **{**OURS, **REFUSED[name]})
 
 
 class OwnProcessor(transformers.LogitsProcessor):
@@ -312,20 +250,20 @@ class OwnProcessor(transformers.LogitsProcessor):
 def test_processors_of_others(llama: Any) -> None:
     batch = padded(prompts())
     with pytest.raises(ValueError, match="OwnProcessor"):
-        hf.generate(llama, **batch, **PLAIN, logits_processor=transformers.LogitsProcessorList([OwnProcessor()]))
+        hf.generate(llama, **batch, **OURS, logits_processor=transformers.LogitsProcessorList([OwnProcessor()]))
     known = transformers.LogitsProcessorList([transformers.RepetitionPenaltyLogitsProcessor(1.3)])
     settings = {**PLAIN, "logits_processor": known}
     with pytest.raises(ValueError, match="counts padding"):  # transformers' own use of it counts padding as said
-        hf.generate(llama, **batch, **settings)
+        hf.generate(llama, **batch, **settings, draft=SUFFIX)
     batch = padded(prompts(1))
-    assert torch.equal(hf.generate(llama, **batch, **settings), llama.generate(**batch, **settings))
+    assert torch.equal(hf.generate(llama, **batch, **settings, draft=SUFFIX), llama.generate(**batch, **settings))
 
 
 def test_masks_that_are_no_left_padding(llama: Any) -> None:
     ids = torch.tensor([[5, 6, 7, 8]])
     for mask in ([1, 1, 1, 0], [1, 0, 1, 1]):
         with pytest.raises(ValueError, match="attention_mask"):
-            hf.generate(llama, ids, attention_mask=torch.tensor([mask]), **PLAIN)
+            hf.generate(llama, ids, attention_mask=torch.tensor([mask]), **OURS)
 
 
 def test_models_outside() -> None:
@@ -344,19 +282,19 @@ def test_models_outside() -> None:
 def test_weights_are_shared_and_changes_seen(llama: Any) -> None:
     model = copy.deepcopy(llama)
     batch = padded(prompts())
-    hf.generate(model, **batch, **PLAIN)
-    engine = hf.engine_of(model)
+    hf.generate(model, **batch, **OURS)
+    engine = hf.engine_of(model, draft=SUFFIX)
     runner = engine.engine.runner
     own = model.model.layers[0].mlp.down_proj.weight
     assert runner.name == "torch"
     assert any(own.data_ptr() == tensor.data_ptr() for tensor in _tensors(runner)), "the path holds a copy"
-    assert hf.engine_of(model) is engine, "made anew for each call"
+    assert hf.engine_of(model, draft=SUFFIX) is engine, "made anew for each call"
     with torch.no_grad():
         own.add_(0.3 * torch.randn(own.shape, generator=torch.Generator().manual_seed(0)))
         model.model.norm.weight.mul_(1.5)
     wanted = model.generate(**batch, **PLAIN)
     assert not torch.equal(wanted, llama.generate(**batch, **PLAIN))
-    assert torch.equal(hf.generate(model, **batch, **PLAIN), wanted)
+    assert torch.equal(hf.generate(model, **batch, **OURS), wanted)
 
 
 def _tensors(root: Any) -> list[torch.Tensor]:
@@ -385,21 +323,22 @@ def test_hooks_take_the_general_path(llama: Any) -> None:
     batch = padded(prompts())
     wanted = model.generate(**batch, **PLAIN)
     assert not torch.equal(wanted, llama.generate(**batch, **PLAIN))
-    assert torch.equal(hf.generate(model, **batch, **PLAIN), wanted)
+    assert torch.equal(hf.generate(model, **batch, **OURS), wanted)
     with pytest.raises(ValueError, match="hook"):
-        hf.generate(model, **batch, **PLAIN, engine={"path": "torch"})
+        hf.generate(model, **batch, **OURS, engine={"path": "torch"})
 
 
 @pytest.mark.parametrize("path", ("shared", "general"))
 def test_all_goes_with_the_model(path: str, tmp_path: Any) -> None:
     model = tiny_model("qwen2", vocab_size=VOCAB)
-    hf.generate(model, **padded(prompts()), **PLAIN, engine={"path": path})
+    same: dict[str, Any] = {"draft": SUFFIX, "engine": {"path": path}}
+    hf.generate(model, **padded(prompts()), **PLAIN, **same)
     twin = copy.deepcopy(model)
-    assert hf.engine_of(twin) is not hf.engine_of(model)
+    assert hf.engine_of(twin, **same) is not hf.engine_of(model, **same)
     twin.save_pretrained(tmp_path)
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     assert torch.equal(again.generate(**padded(prompts()), **PLAIN), model.generate(**padded(prompts()), **PLAIN))
-    gone, kept = weakref.ref(model), weakref.ref(hf.engine_of(model))
+    gone, kept = weakref.ref(model), weakref.ref(hf.engine_of(model, **same))
     del model
     gc.collect()
     assert gone() is None and kept() is None
@@ -412,9 +351,9 @@ def test_a_call_that_fails_leaves_nothing(llama: Any) -> None:
 
     batch = padded(prompts(1))
     with pytest.raises(KeyError, match="mine"):
-        hf.generate(llama, **batch, **PLAIN, stopping_criteria=transformers.StoppingCriteriaList([Faulty()]))
-    assert not hf.engine_of(llama).engine.has_work
-    assert torch.equal(hf.generate(llama, **batch, **PLAIN), llama.generate(**batch, **PLAIN))
+        hf.generate(llama, **batch, **OURS, stopping_criteria=transformers.StoppingCriteriaList([Faulty()]))
+    assert not hf.engine_of(llama, draft=SUFFIX).engine.has_work
+    assert torch.equal(hf.generate(llama, **batch, **OURS), llama.generate(**batch, **PLAIN))
 
 
 def test_the_real_model(smollm2: Any) -> None:
