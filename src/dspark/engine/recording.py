@@ -13,7 +13,7 @@ from dspark.observe.profile import ProfileLog
 if TYPE_CHECKING:
     from dspark.engine.llm import LLM
     from dspark.engine.speculator import Speculator
-    from dspark.plan.cost import PacedTable, StepCost
+    from dspark.plan.cost import PacedTable, StepCosts
 
 
 @contextmanager
@@ -46,5 +46,5 @@ def costs(speculator: Speculator) -> dict[str, Any]:
     }
 
 
-def _points(table: PacedTable | StepCost | None) -> list[list[float]] | None:
+def _points(table: PacedTable | StepCosts | None) -> list[list[float]] | None:
     return None if table is None else [[rows, seconds] for rows, seconds in table.points]

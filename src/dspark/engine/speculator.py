@@ -13,7 +13,7 @@ from dspark.engine.heads import HeadCosts
 from dspark.engine.scheduler import Work
 from dspark.engine.sketch import sketch
 from dspark.plan.budget import beside_prompts, choose
-from dspark.plan.cost import PacedTable, Shape, StepCost
+from dspark.plan.cost import PacedTable, Shape, StepCosts
 from dspark.plan.history import History
 from dspark.plan.length import NO_DRAFTS, Features, LengthPolicy, Limit
 from dspark.types import TARGET_PHASES, Draft, Sequence, Verdict
@@ -72,7 +72,7 @@ class Speculator:
     policies: dict[str, LengthPolicy]
     policy: str
     max_tokens: int = 0
-    cost: StepCost | None = None
+    cost: StepCosts | None = None
     draft_cost: PacedTable | None = None
     block_costs: HeadCosts | None = None
     block_sources: Mapping[str, str] = field(default_factory=dict)

@@ -1,2 +1,2 @@
-"""Doors into other people's programs: what lets them use our drafters, and what lets them load our heads.
-They must never patch a host, nor change what it would have answered."""
+"""Doors into other people's programs: what lets them use our drafts, lengths and heads, and load what we trained.
+They must never use more of a host than it publishes, nor change what it would have answered."""

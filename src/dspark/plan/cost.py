@@ -7,6 +7,7 @@ import bisect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 NUM_SMALL_ROWS = 8
 PACE_RATE = 0.05
@@ -186,7 +187,32 @@ class StepCost:
         return self._table_seconds(shape.rows), *contexts, OVERHEAD * shape.seqs, OVERHEAD * shape.sampled
 
 
-Costs = CostTable | PacedTable | StepCost
+class StepCosts(Protocol):
+    """What a step costs by its shape, and follows the clock: StepCost, or plan/learned where nothing was measured."""
+
+    @property
+    def points(self) -> list[tuple[int, float]]:
+        """(rows, seconds), as a profile keeps them."""
+        ...
+
+    def begin(self, shape: Shape) -> None:
+        """A step comes whose undrafted rows make this shape."""
+        ...
+
+    def seconds(self, rows: float) -> float:
+        """Of a step with that many packed rows, alike but for their number to the one begun."""
+        ...
+
+    def predict(self, shape: Shape) -> float:
+        """Of a step of that shape."""
+        ...
+
+    def observe(self, shape: Shape, seconds: float) -> None:
+        """A step of that shape took so long."""
+        ...
+
+
+Costs = CostTable | PacedTable | StepCosts
 
 
 def profile(

@@ -1,0 +1,17 @@
+"""register: what vLLM calls in each of its processes when dspark is installed beside it (group vllm.general_plugins).
+It must never change a vLLM that does not ask for dspark's proposer or scheduler."""
+
+from __future__ import annotations
+
+import logging
+
+
+def register() -> None:
+    """Tell whether this vLLM is one that the proposer is made for. May be called again."""
+    from dspark.integrations.vllm.settings import installed, unsupported
+
+    logger = logging.getLogger("vllm.dspark")
+    if (trouble := unsupported()) is not None:
+        logger.warning("dspark: %s; the proposer will propose nothing", trouble)
+    else:
+        logger.info("dspark is ready for %s %s", *(installed() or ("", "")))
