@@ -38,6 +38,7 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_PLUGINS": "dspark",  # the package of the stock way "suffix" brings a plugin that changes more
 }
 MAX_PROMPT_TOKENS = 1500
 WARM_UP = ("Count from one to thirty in words.", "Repeat this line three times: the quick brown fox.")

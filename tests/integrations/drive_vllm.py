@@ -31,7 +31,7 @@ def main(job: dict[str, Any]) -> None:
         disable_log_stats=False,
         **job["settings"],
     )
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"plugin": "dspark.integrations.vllm.plugin" in sys.modules}
     for name, temperature in (("greedy", 0.0), ("drawn", 0.8)):
         params = SamplingParams(temperature=temperature, seed=1, max_tokens=job["max_tokens"], ignore_eos=True)
         outputs = llm.generate(job["prompts"], params, use_tqdm=False)

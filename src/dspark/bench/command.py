@@ -44,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_measure(parser.add_argument)
     _add_load(parser.add_argument_group("load").add_argument)
     _add_results(parser.add_argument)
+    _add_remote(parser.add_argument_group("a server instead of an engine of our own").add_argument)
     _add_engine_arguments(parser.add_argument_group("engine"))
 
 
@@ -98,6 +99,14 @@ def _add_results(add: Callable[..., Any]) -> None:
     add("--json", action="store_true", help="print the figures as one JSON object instead of tables")
 
 
+def _add_remote(add: Callable[..., Any]) -> None:
+    from dspark.bench.tune import add_server_arguments
+
+    url = "measure the server there, any with OpenAI's API, under --data, --concurrency, --max-tokens and --repeat"
+    add("--url", help=url)
+    add_server_arguments(add)
+
+
 def _add_engine_arguments(group: Any) -> None:
     group.add_argument("--exact", action="store_true", help="bitwise the same tokens with and without speculation")
     group.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), default=None)
@@ -120,6 +129,8 @@ def run(args: argparse.Namespace, *, progress: Progress | None = None, argv: Seq
     from dspark.bench.harness import BenchSettings
     from dspark.bench.variants import parse_variants
 
+    if args.url is not None:
+        return _run_remote(args)
     variants = with_history(parse_variants(args.drafts), args.history)  # cheap checks before a model is loaded
     settings = BenchSettings(max_tokens=args.max_tokens, temperature=args.temperature, repeat=args.repeat)
     settings.params(0)
@@ -143,6 +154,18 @@ def run(args: argparse.Namespace, *, progress: Progress | None = None, argv: Seq
     if loads:
         return _run_loads(args, llm, variants, rows, loads, settings=settings, slo=slo, argv=argv)
     return _run_stream(args, llm, variants, rows, settings=settings, argv=argv, progress=progress)
+
+
+def _run_remote(args: argparse.Namespace) -> int:
+    """A server that runs already."""
+    from dspark.bench.data import interleave, load_rows
+    from dspark.bench.remote_run import run as run_remote
+
+    if args.rate or args.peer or args.exact_check or args.history:
+        raise ValueError("--url measures a server as it is: leave --rate, --peer, --exact-check and --history out")
+    tasks = [task.strip() for task in args.tasks.split(",") if task.strip()] if args.tasks else None
+    rows = load_rows(args.data, per_task=args.per_task, tasks=tasks)
+    return run_remote(args, interleave(rows) if args.interleave else rows)
 
 
 def with_history(variants: Sequence[Variant], path: str | None) -> list[Variant]:

@@ -86,6 +86,7 @@ def commands() -> Mapping[str, Command]:
             "run the planner on simulated requests over a cost table, without a model",
             module("dspark.bench.simulation"),
         ),
+        "tune": Command("find the draft length that a running server should have", module("dspark.bench.tune")),
         "info": Command("tell versions, processor, native extension, devices and folders", module("dspark.cli.info")),
     }
 

@@ -7,11 +7,8 @@ import logging
 
 
 def register() -> None:
-    """Tell whether this vLLM is one that the proposer is made for. May be called again."""
-    from dspark.integrations.vllm.settings import installed, unsupported
+    """Warn where this vLLM is not one that the proposer is made for. May be called again."""
+    from dspark.integrations.vllm.settings import unsupported
 
-    logger = logging.getLogger("vllm.dspark")
     if (trouble := unsupported()) is not None:
-        logger.warning("dspark: %s; the proposer will propose nothing", trouble)
-    else:
-        logger.info("dspark is ready for %s %s", *(installed() or ("", "")))
+        logging.getLogger("vllm.dspark").warning("dspark: %s; the proposer will propose nothing", trouble)

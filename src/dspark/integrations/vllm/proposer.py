@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dspark.integrations.vllm.companion import Companion
-from dspark.integrations.vllm.guard import Guard
+from dspark.integrations.vllm.guard import Guard, logger
 from dspark.integrations.vllm.settings import Settings, read_settings, unsupported
 
 PROBE_TOKENS = 32
@@ -49,13 +49,14 @@ class Proposer:
         self.clock = clock
         self.guard = Guard(unsupported())
         self.active = not settings.scheduled
-        self.companion = build_companion(settings, clock=clock)
+        if self.active:
+            self.companion = build_companion(settings, clock=clock)
+            atexit.register(self.companion.close)
         self.max_known = 4 * settings.max_seqs
         self.known: dict[int, _Known] = {}
         self.slots: dict[int, int] = {}
         self.num_calls = 0
         self.proposed_at: float | None = None
-        atexit.register(self.companion.close)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Called with the target; lookups need none."""
@@ -139,7 +140,10 @@ class Proposer:
 
 
 def build_companion(settings: Settings, *, clock: Callable[[], float] = time.perf_counter) -> Companion:
-    """As the settings say."""
+    """As the settings say, which is told to the log."""
+    speculation, where = settings.speculation, "scheduler" if settings.scheduled else "proposer"
+    told = speculation.method, speculation.policy, speculation.num_speculative_tokens, where
+    logger.info("dspark drafts by %s, policy %s, at most %d tokens, in the %s", *told)
     return Companion(
         settings=settings.speculation,
         max_context=settings.max_context,
