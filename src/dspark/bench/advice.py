@@ -116,6 +116,8 @@ def proposal(best: Mapping[int, int], *, engine: str) -> str:
         return f"--speculate {max(lengths)} (TGI is in maintenance: vLLM or SGLang for new servers)"
     if lengths == {0}:
         return "no drafts: leave speculation off"
+    if engine == "dspark":
+        return f"--num-speculative-tokens {max(lengths)} (policy adaptive chooses below it)"
     if engine == "sglang":
         steps = f"--speculative-num-steps {max(lengths)} --speculative-num-draft-tokens {max(lengths) + 1}"
         return f"{steps} (with --speculative-eagle-topk 1)"

@@ -14,7 +14,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 TIMEOUT = 600.0
-PREFIXES = {"vllm:": "vllm", "sglang:": "sglang", "llamacpp:": "llama.cpp", "tgi_": "tgi"}
+PREFIXES = {"vllm:": "vllm", "dspark:": "dspark", "sglang:": "sglang", "llamacpp:": "llama.cpp", "tgi_": "tgi"}
+ACCEPTED_AT = "spec_decode_num_accepted_tokens_per_pos_total"
 SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)")
 LABEL = re.compile(r'([A-Za-z_]\w*)="((?:[^"\\]|\\.)*)"')
 
@@ -47,8 +48,9 @@ class Streamed:
 
 @dataclass(frozen=True, kw_only=True)
 class Counters:
-    """A server's own of speculation, since its start. `drafts`: blocks that were verified; `accepted_at`: drafts
-    accepted by place. `accepted_length`: what SGLang gives instead, tokens a pass lately. None: not told."""
+    """A server's own of speculation, since its start. `drafts`: blocks that were verified, `drafted` their tokens,
+    `accepted_at` those that were accepted, by place. `accepted_length`: what SGLang gives instead, tokens a pass
+    lately. None: not told."""
 
     engine: str = ""
     drafts: float | None = None
@@ -93,7 +95,7 @@ def read_counters(text: str) -> Counters:
     engine = ""
     for name, labels, value in samples(text):
         engine = engine or next((known for prefix, known in PREFIXES.items() if name.startswith(prefix)), "")
-        if name == "vllm:spec_decode_num_accepted_tokens_per_pos_total" and labels.get("position", "").isdigit():
+        if name.endswith(f":{ACCEPTED_AT}") and labels.get("position", "").isdigit():
             place = int(labels["position"])
             places[place] = places.get(place, 0.0) + value
         found.setdefault(name, []).append(value)
@@ -102,19 +104,16 @@ def read_counters(text: str) -> Counters:
         return sum(found[name]) if name in found else None
 
     lengths = found.get("sglang:spec_accept_length")
-    if "vllm:spec_decode_num_verified_tokens_total" in found:
-        engine = "dspark"
+    looked_at = "verified" if engine == "dspark" else "draft"  # vLLM looks at all that it drafts
+    accepted = f"{engine}:spec_decode_num_accepted_tokens_total"
     return Counters(
         engine=engine,
-        drafts=total("vllm:spec_decode_num_drafts_total"),
-        drafted=total("vllm:spec_decode_num_draft_tokens_total"),
-        accepted=total("tgi_request_skipped_tokens_sum" if engine == "tgi" else _ACCEPTED),
+        drafts=total(f"{engine}:spec_decode_num_drafts_total"),
+        drafted=total(f"{engine}:spec_decode_num_{looked_at}_tokens_total"),
+        accepted=total("tgi_request_skipped_tokens_sum" if engine == "tgi" else accepted),
         accepted_at=[places[place] for place in sorted(places)],
         accepted_length=max(lengths) if lengths else None,
     )
-
-
-_ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
 
 
 @dataclass(kw_only=True)
