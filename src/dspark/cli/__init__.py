@@ -72,6 +72,10 @@ def commands() -> Mapping[str, Command]:
         "serve": Command("serve a model with the OpenAI API, metrics and a live page", module("dspark.cli.serve")),
         "bench": Command("measure drafters side by side against plain decoding on a data file", bench),
         "select": Command("measure drafts on your prompts and choose one, with a report and a configuration", select),
+        "verify": Command(
+            "prove that speculation leaves quality alone: same answers, same scores, same distribution",
+            module("dspark.cli.verify"),
+        ),
         "train": Command("make a draft head for a model from a recipe", module("dspark.cli.train")),
         "quantize": Command("write a model with int8 or int4 weights as a folder", module("dspark.cli.quantize")),
         "export": Command("write a head or a draft model in the format of another engine", module("dspark.cli.export")),
