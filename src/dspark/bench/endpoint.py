@@ -114,9 +114,11 @@ def chat_body(question: Question, *, logprobs: bool) -> dict[str, Any]:
         "max_tokens": params.max_tokens,
         "temperature": params.temperature,
     }
-    for name in ("presence_penalty", "frequency_penalty", "seed", "min_tokens"):
-        if (value := getattr(params, name)) not in (None, 0, 0.0):
+    for name in ("presence_penalty", "frequency_penalty", "min_tokens"):
+        if value := getattr(params, name):
             body[name] = value
+    if params.seed is not None:
+        body["seed"] = params.seed
     if params.stop:
         body["stop"] = list(params.stop)[:4]  # more are not taken everywhere
     if params.structure is not None:

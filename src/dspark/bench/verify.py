@@ -234,6 +234,9 @@ def conclude(args: argparse.Namespace, sides: Sides, found: Found, *, judge: End
     if found.sampled is not None:
         kind = "the target's law" if found.sampled.drafts_told else "the plain side's samples"
         made.append(checks.check_sampled(found.sampled, kind=kind))
+    elif args.samples:
+        text = "no samples were drawn: no answer was long enough, or the run ended before"
+        made.append(checks.Check(name="sampled answers", verdict=checks.INCONCLUSIVE, text=text))
     found.checks = made
     found.passed = checks.gate(made, strict=args.strict) and not found.interrupted
 

@@ -126,7 +126,7 @@ def _sample_remotely(
 ) -> Sampled:
     """Two sets of samples: the law itself is not known. The prompts are the questions with most of their answers."""
     sampled = Sampled(plan=plan, num_overruled=1, drafts_told=False)
-    usable = [p for p in pairs if not p.refused and p.question.task in SAMPLED_TASKS and len(p.plain.text) > 40]
+    usable = [p for p in pairs if not p.refused and p.question.task in SAMPLED_TASKS and len(p.plain.text) >= 8]
     other.extra.pop("include_metrics", None)
     for number, pair in enumerate(usable[: args.prefixes]):
         text = pair.plain.text
