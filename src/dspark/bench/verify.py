@@ -26,7 +26,7 @@ TASKS = "humaneval,gsm8k,mmlu,mtbench,jsonschema"
 RESULTS = "benchmarks/results"
 SHARE_OF_PAIRS = 0.65
 """Of --minutes, for the paired answers; the rest is for samples."""
-MAX_PROMPT_TOKENS = 1500
+MAX_PROMPT_TOKENS = 1000
 REMOTE_BOUND = 0.5
 SAMPLED_SEQS = 64
 
