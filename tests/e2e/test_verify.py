@@ -9,6 +9,7 @@ import signal
 import pytest
 
 from dspark import LLM, SamplingParams
+from dspark.bench import endpoint as sides_of_servers
 from dspark.bench import verify
 from dspark.bench.endpoint import chat_body
 from dspark.cli import main
@@ -156,6 +157,22 @@ def test_errors_of_users_are_a_line(folder, data, tmp_path, capsys, more, said):
 def test_a_server_that_is_not_there(data, tmp_path, capsys):
     assert main(remote(data, tmp_path, "--url", "http://127.0.0.1:9")) == 2
     assert "cannot be reached" in capsys.readouterr().err
+
+
+def test_a_server_that_goes_away_leaves_a_report(server, data, tmp_path, capsys, monkeypatch):
+    ask, asked = sides_of_servers.RemoteSide.answer, []
+
+    def going(self, questions):
+        asked.append(questions)
+        if len(asked) == 4:
+            self.endpoint.url = "http://127.0.0.1:9"
+        return ask(self, questions)
+
+    monkeypatch.setattr(sides_of_servers.RemoteSide, "answer", going)
+    assert main(remote(data, tmp_path, "--url", server, "--tasks", "gsm8k", "--batch", "2")) == 2
+    captured = capsys.readouterr()
+    assert "cannot be reached" in captured.err and "interrupted after 2 of 3" in captured.out
+    assert [line["kind"] for line in lines_of(tmp_path)].count("pair") == 2
 
 
 def question(task="gsm8k", **row):

@@ -103,8 +103,8 @@ class Found:
 
 
 def run(args: argparse.Namespace, *, open_sides: Callable[[argparse.Namespace], Sides], argv: Sequence[str]) -> int:
-    """0 when the gate is passed, 1 when not. Raises ValueError, one line, for bad input, KeyboardInterrupt after the
-    report of what there was."""
+    """0 when the gate is passed, 1 when not. Raises ValueError, one line, for bad input; KeyboardInterrupt, and
+    ValueError of a server that goes away, after the report of what there was."""
     from dspark.bench.endpoint import Endpoint
     from dspark.bench.verify_report import Journal, as_json, text_report
     from dspark.provenance import provenance
@@ -122,18 +122,19 @@ def run(args: argparse.Namespace, *, open_sides: Callable[[argparse.Namespace], 
     )
     found = Found(head=head, num_questions=len(questions))
     journal = Journal(args, head)
+    stopped: BaseException | None = None
     with journal, _terminated_as_interrupted():
         try:
             _ask(args, sides, questions, found, journal)
             _sample(args, sides, found, journal)
-        except KeyboardInterrupt:
-            found.interrupted = True
+        except (KeyboardInterrupt, ValueError) as error:  # Ctrl-C, or a server that has gone
+            found.interrupted, stopped = True, error
         conclude(args, sides, found, judge=judge if not found.interrupted else None)
         journal.close(found)
         print(as_json(found) if args.json else text_report(found))
     say(f"written {journal.stem}.jsonl, .md and .html")
-    if found.interrupted:
-        raise KeyboardInterrupt
+    if stopped is not None:
+        raise stopped
     return 0 if found.passed else 1
 
 
