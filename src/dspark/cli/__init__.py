@@ -65,6 +65,13 @@ def commands() -> Mapping[str, Command]:
         command.add_arguments(parser)
         return lambda args: command.run(args, progress=ProgressBar())
 
+    def distil(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
+        from dspark.bench import distil as command
+        from dspark.cli.progress import ProgressBar
+
+        command.add_arguments(parser)
+        return lambda args: command.run(args, progress=ProgressBar())
+
     return {
         "generate": Command(
             "answer one prompt, with or without speculation, or compare both", module("dspark.cli.generate")
@@ -76,6 +83,7 @@ def commands() -> Mapping[str, Command]:
             "prove that speculation leaves quality alone: same answers, same scores, same distribution",
             module("dspark.cli.verify"),
         ),
+        "distil": Command("make a draft for one target and your prompts, from the prompts alone", distil),
         "train": Command("make a draft head for a model from a recipe", module("dspark.cli.train")),
         "quantize": Command("write a model with int8 or int4 weights as a folder", module("dspark.cli.quantize")),
         "export": Command("write a head or a draft model in the format of another engine", module("dspark.cli.export")),

@@ -388,3 +388,11 @@ def _write_json(path: Path, values: Mapping[str, Any]) -> None:
     part = path.with_name(path.name + ".part")
     part.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     os.replace(part, path)
+
+
+def read_head_config(folder: str | Path) -> HeadConfig:
+    """The shape of the head in `folder`, without its weights. Raises ValueError."""
+    try:
+        return _read_config(_read_json(Path(folder) / "config.json"), None)[0]
+    except ValueError as error:
+        raise ValueError(f"draft head in {folder}: {error}") from error

@@ -1,4 +1,4 @@
-"""The losses of a DSpark head (equations 9 to 12), as pure functions that return sums and counts.
+"""The losses of a DSpark head (equations 9 to 12) and of a distilled draft model, as pure functions that return sums.
 They must never average inside: what weighs how much is decided in one place, the trainer.
 
 Shapes: N blocks, B positions, W draft vocabulary.
@@ -37,6 +37,33 @@ def total_variation(logits: Tensor, target: Tensor) -> Tensor:
     than 1: the rest lies on tokens that the draft does not have) -> total variation (...) between the full laws."""
     draft = torch.softmax(logits, dim=-1)
     return 1 - torch.minimum(draft, target).sum(dim=-1)
+
+
+def kl_divergence(logits: Tensor, target: Tensor) -> Tensor:
+    """logits (..., W) of the draft, target (..., W) as in `total_variation` -> the sum over these tokens of
+    p log(p / q) (...). Where they hold all of p it is the Kullback-Leibler divergence from p to q; what lies on other
+    tokens no draft can reach, and has no part in it."""
+    log_draft = torch.log_softmax(logits, dim=-1)
+    return (torch.xlogy(target, target) - target * log_draft).sum(dim=-1)
+
+
+def draft_losses(logits: Tensor, labels: Tensor, *, target: Tensor | None, kind: str) -> tuple[Tensor, Tensor]:
+    """Sum over rows of the loss `kind` of a draft model's logits (R, W), and of the acceptance, without gradient.
+
+    "ce": cross-entropy against labels (R,), columns, -1 where the answer's token has none (such rows count for
+    nothing). "tv", "kl": `total_variation` and `kl_divergence` against the target's law (R, W). Acceptance: with a law
+    1 - TV (Leviathan et al. 2023, theorem 3.5), else whether the label is the likeliest.
+    """
+    logits = logits.float()
+    if kind == "ce":
+        known = labels >= 0
+        ce = F.cross_entropy(logits[known], labels[known], reduction="sum")
+        return ce, (logits.detach()[known].argmax(dim=-1) == labels[known]).sum()
+    assert target is not None, "tv and kl compare with the target's law"
+    if kind == "tv":
+        distance = total_variation(logits, target)
+        return distance.sum(), (1 - distance.detach()).sum()
+    return kl_divergence(logits, target).sum(), (1 - total_variation(logits.detach(), target)).sum()
 
 
 def block_losses(

@@ -137,31 +137,41 @@ class Trainer:
 
     # -- one step
 
+    def trial(self) -> float:
+        """Seconds of a step's passes; nothing is learned from it."""
+        start = time.perf_counter()
+        self._gradients(0)
+        self.optimizer.zero_grad(set_to_none=True)
+        return time.perf_counter() - start
+
     def _step(self, step: int) -> Row:
+        lr = self._learning_rate(step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        totals = self._gradients(step)
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.recipe.max_grad_norm)
+        if not torch.isfinite(norm):
+            raise ValueError(f"the gradient of step {step} is not finite: lower training.lr (now {self.recipe.lr:g})")
+        self.optimizer.step()
+        return {
+            "blocks": totals.pop("blocks"),
+            "tokens": self._new_tokens(step, self._examples_of(step)),
+            "grad_norm": float(norm),
+            "lr": lr,
+        } | totals
+
+    def _gradients(self, step: int) -> Row:
+        """Of the step's blocks, and the mean losses."""
         rng = np.random.default_rng([self.recipe.seed, step])
-        indices = self._examples_of(step)
-        examples = [self.train[i] for i in indices]
+        examples = [self.train[i] for i in self._examples_of(step)]
         anchors = [choose_anchors(example, self.recipe.anchors, rng) for example in examples]
         pairs = [(example, chosen) for example, chosen in zip(examples, anchors) if chosen]
         examples, anchors = [e for e, _ in pairs], [a for _, a in pairs]
         states = self.target([example.tokens for example in examples])
         blocks = make_blocks(examples, anchors, self.head.config.block_size).to(self.device)
-        recipe = self.recipe
-        lr = self._learning_rate(step)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        tv = self.recipe.tv if step >= self.recipe.tv_from * self.num_steps else 0.0
         self.optimizer.zero_grad(set_to_none=True)
-        totals = self._backward(blocks, states, tv=recipe.tv if step >= recipe.tv_from * self.num_steps else 0.0)
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters, recipe.max_grad_norm)
-        if not torch.isfinite(norm):
-            raise ValueError(f"the gradient of step {step} is not finite: lower training.lr (now {recipe.lr:g})")
-        self.optimizer.step()
-        return {
-            "blocks": len(blocks.anchors),
-            "tokens": self._new_tokens(step, indices),
-            "grad_norm": float(norm),
-            "lr": lr,
-        } | totals
+        return self._backward(blocks, states, tv=tv) | {"blocks": len(blocks.anchors)}
 
     def _backward(self, blocks: Blocks, states: States, *, tv: float) -> Row:
         """Gradients of equation 12; returns the mean losses.
