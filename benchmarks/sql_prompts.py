@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 SCHEMAS = {
     "shop": {
@@ -66,7 +66,7 @@ def prompts(count: int, *, seed: int = 1) -> list[str]:
     raise ValueError(f"the templates give about {len(found)} prompts: ask for fewer than {count}")
 
 
-def _prompt(schema: dict[str, Sequence[str]], rng: random.Random) -> str:
+def _prompt(schema: Mapping[str, Sequence[str]], rng: random.Random) -> str:
     (people, events, things), (person, event, thing) = schema, schema.values()
     words = {
         "people": people,

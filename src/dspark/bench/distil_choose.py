@@ -127,9 +127,8 @@ def _select_args(run: DistilRun, drafts: Sequence[str], file: Path) -> argparse.
 
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    data = run.recipe.data
     words = ["--model", run.args.model, "--drafts", *drafts, "--data", str(file)]
-    words += ["--max-model-len", str(data.max_prompt_tokens + data.max_answer_tokens)]
+    words += ["--max-model-len", str(min(2048, run.target.max_context))]
     for name, value in _engine(run.args).items():
         words += [f"--{name}", str(value)]
     return parser.parse_args(words)

@@ -225,17 +225,19 @@ def head_recipe(run: DistilRun, examples: Sequence[Example]) -> Any:
 
     learning = run.recipe.learning
     answers = sum(not example.held_out and example.num_answer > 2 for example in examples)
-    losses = {"tv": 0.9, "ce": 0.1, "tv_from": 0.3} if learning.loss == "tv" else {}
+    tv = learning.loss == "tv"
     training = TrainingRecipe(
         blocks=max(1, round(learning.epochs * answers * ANCHORS)),
         sequences=learning.sequences,
         anchors=ANCHORS,
         lr=learning.lr,
-        temperature=learning.temperature if learning.loss == "tv" else 0.0,
+        temperature=learning.temperature if tv else 0.0,
+        ce=0.1 if tv else 1.0,
+        tv=0.9 if tv else 0.0,
+        tv_from=0.3,
         validate_blocks=max(1, round(learning.epochs * answers * ANCHORS / 4)),
         checkpoint_minutes=learning.checkpoint_minutes,
         seed=learning.seed,
-        **losses,
     )
     return Recipe(target=run.recipe.target, data=run.recipe.data, head=_head_shape(run), training=training)
 

@@ -17,13 +17,15 @@ HEAD = "head"
 class LearningRecipe:
     """How a draft model learns. A step takes `sequences` answers; `epochs` goes over all of them.
 
-    `loss`: "tv", "kl" against the target's law at `temperature` at every place, or "ce", the answers' own tokens
-    (sequence-level). `layers`: only the last so many layers and the final norm; 0: all of the draft.
+    `loss`: "tv" or "kl" against the target's law at `temperature` at every place, or "ce", the answers' own tokens
+    (sequence-level). Where draft and target are far apart the gradient of tv vanishes: for the share `tv_from` of the
+    steps it is kl. `layers`: only the last so many layers and the final norm; 0: all of the draft.
     `on_policy_share` of the answers of a step are replaced by texts that the draft wrote itself, anew for each of
     `on_policy_rounds` equal parts of the training.
     """
 
     loss: str = "tv"
+    tv_from: float = 0.3
     temperature: float = 1.0
     epochs: float = 3.0
     sequences: int = 8
@@ -49,6 +51,8 @@ class LearningRecipe:
         for name in ("epochs", "layers", "weight_decay", "warmup"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not usable: give a number of at least 0")
+        if not 0 <= self.tv_from <= 1:
+            raise ValueError(f"tv_from={self.tv_from!r} is not usable: give a share, 0 to 1")
         if not 0 <= self.on_policy_share <= 1:
             raise ValueError(f"on-policy share {self.on_policy_share!r} is not usable: give 0 to 1")
         if self.on_policy_share and self.loss == "ce":

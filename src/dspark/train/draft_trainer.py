@@ -75,7 +75,7 @@ class DraftTrainer:
         """Seconds of a step of the longest lessons; nothing is learned from it."""
         longest = sorted(self.lessons, key=lambda lesson: -len(lesson.tokens))[: self.recipe.sequences]
         start = time.perf_counter()
-        self._gradients(longest)
+        self._gradients(longest, kind=self.recipe.loss)
         self.optimizer.zero_grad(set_to_none=True)
         return time.perf_counter() - start
 
@@ -105,7 +105,7 @@ class DraftTrainer:
         lr = self._learning_rate(step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        row = self._gradients(lessons)
+        row = self._gradients(lessons, kind=self._loss_of(step))
         norm = torch.nn.utils.clip_grad_norm_([p for _, p in self.parameters], self.recipe.max_grad_norm)
         if not torch.isfinite(norm):
             raise ValueError(f"the gradient of step {step} is not finite: lower --lr (now {self.recipe.lr:g})")
@@ -113,7 +113,11 @@ class DraftTrainer:
         self.optimizer.zero_grad(set_to_none=True)
         return row | {"lr": lr, "grad_norm": float(norm)}
 
-    def _gradients(self, lessons: Sequence[Lesson]) -> Row:
+    def _loss_of(self, step: int) -> str:
+        loss = self.recipe.loss
+        return "kl" if loss == "tv" and step < self.recipe.tv_from * self.num_steps else loss
+
+    def _gradients(self, lessons: Sequence[Lesson], *, kind: str) -> Row:
         """Gradients of the mean loss a row. Logits are made, used and dropped a chunk at a time."""
         batch = batch_of(lessons, self.device)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.precision == "bf16"):
@@ -121,25 +125,23 @@ class DraftTrainer:
             hidden = self.body(input_ids=batch.tokens, use_cache=False).last_hidden_state
             rows = hidden.flatten(0, 1)[batch.places]
             leaf = rows.detach().requires_grad_()
-            loss, accepted = self._losses(batch, leaf)
+            loss, accepted = self._losses(batch, leaf, kind=kind)
         assert leaf.grad is not None
         rows.backward(leaf.grad)
         count = max(1, len(rows))
         return {"loss": loss / count, "accept": accepted / count, "tokens": sum(len(x.tokens) for x in lessons)}
 
-    def _losses(self, batch: LessonBatch, leaf: Tensor) -> tuple[float, float]:
+    def _losses(self, batch: LessonBatch, leaf: Tensor, *, kind: str) -> tuple[float, float]:
         """Sums; gradients go to `leaf` and to the output rows."""
         loss = accepted = 0.0
         size = max(16, CHUNK_ELEMENTS // self.columns.num_columns)
         start = 0
         for lesson, count in zip(batch.lessons, batch.counts):
-            law = None if self.recipe.loss == "ce" or self.laws is None else self.laws(lesson).to(self.device)
+            law = None if kind == "ce" or self.laws is None else self.laws(lesson).to(self.device)
             for begin in range(0, count, size):
                 part = slice(start + begin, start + min(begin + size, count))
                 target = None if law is None else law[begin : begin + size]
-                lost, held = draft_losses(
-                    self._logits(leaf[part]), batch.labels[part], target=target, kind=self.recipe.loss
-                )
+                lost, held = draft_losses(self._logits(leaf[part]), batch.labels[part], target=target, kind=kind)
                 (lost / max(1, len(leaf))).backward()
                 loss += float(lost.detach())
                 accepted += float(held)
@@ -163,7 +165,7 @@ class DraftTrainer:
             return chosen
         rng = np.random.default_rng([self.recipe.seed, 11, step])
         own = self._own_lessons(step)
-        return [own[rng.integers(len(own))] if own and rng.random() < share else lesson for lesson in chosen]
+        return [own[int(rng.integers(len(own)))] if own and rng.random() < share else lesson for lesson in chosen]
 
     def _steps_an_epoch(self) -> int:
         return -(-len(self.lessons) // self.recipe.sequences)
