@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 
 import pytest
@@ -28,7 +29,7 @@ QUICK = [
     "--held-out",
     "0.2",
     "--eval-prompts",
-    "8",
+    "4",
     "--threads",
     "1",
 ]
@@ -77,6 +78,10 @@ def distil(capsys, *words):
     return code, json.loads(out.out) if code == 0 else out.err
 
 
+def digest_share(text):
+    return int(hashlib.blake2b(f"0 {text}".encode(), digest_size=8).hexdigest()[:8], 16) / 2**32
+
+
 def rates(report, temperature=0.0):
     (row,) = [row for row in report["measured"] if row["temperature"] == temperature]
     return row["before"]["acceptance_rate"], row["after"]["acceptance_rate"]
@@ -105,9 +110,8 @@ def test_a_distilled_draft_is_accepted_more_and_says_the_same(target, prompts, d
     ]
     made = json.loads((out / "draft" / "provenance.json").read_text())
     assert made["training"]["steps"] == report["learned"]["steps"] and "| after |" in (out / "report.md").read_text()
-    # No held-out prompt is among the lessons.
     rows = [json.loads(line) for line in (out / "answers.jsonl").read_text().splitlines()]
-    assert report["learned"]["lessons"] == sum(not row["held_out"] for row in rows) < len(rows) == len(TASK)
+    assert report["learned"]["lessons"] == sum(not row["held_out"] for row in rows) < len(TASK)
 
 
 def test_without_a_step_nothing_rises(target, prompts, draft, tmp_path, capsys):
@@ -155,13 +159,11 @@ def test_held_out_prompts_never_come_to_the_trainer(target, prompts, draft, tmp_
     assert all(torch.equal(whole[name], cut[name]) for name in whole)
 
     rows = [json.loads(line) for line in (tmp_path / "whole" / "answers.jsonl").read_text().splitlines()]
+    held_out = set(TASK) - {row["prompt"] for row in rows}  # by the hash of their text, which is told again here
+    assert held_out == {text for text in TASK if digest_share(text) < 0.2} and 0 < len(held_out) < len(TASK) / 2
     encode = load_model(target).tokenizer
-    held_out = {
-        tuple(encode.apply_chat_template([{"role": "user", "content": row["prompt"]}]))
-        for row in rows
-        if row["held_out"]
-    }
-    assert held_out and seen and not any(held_out & prompts_seen for prompts_seen in seen)
+    measured = {tuple(encode.apply_chat_template([{"role": "user", "content": text}])) for text in held_out}
+    assert len(seen) == 3 and not any(measured & prompts_seen for prompts_seen in seen)
 
 
 def test_another_tokenizer_and_a_choice_of_precisions(target, prompts, tmp_path, capsys):
@@ -179,12 +181,12 @@ def test_another_tokenizer_and_a_choice_of_precisions(target, prompts, tmp_path,
 def test_a_head_is_distilled_and_calibrated(target, prompts, tmp_path, capsys):
     out = tmp_path / "head"
     words = ["--model", target, "--data", prompts, "--out", str(out), "--select-prompts", "0", "--draft-tokens", "4"]
-    code, report = distil(capsys, *words, "--epochs", "4", "--lr", "2e-3", "--eval-temperatures", "0")
+    code, report = distil(capsys, *words, "--epochs", "2", "--lr", "2e-3", "--eval-temperatures", "0")
     assert code == 0 and report["learned"]["kind"] == "head" and report["measured"][0]["before"] is None
     config = json.loads((out / "head" / "config.json").read_text())
     assert len(config["confidence_temperatures"]) == config["block_size"]
     start = str(out / "head")
-    again = ["--start", start, "--out", str(tmp_path / "on"), "--epochs", "4", "--lr", "2e-3"]
+    again = ["--start", start, "--out", str(tmp_path / "on"), "--epochs", "1", "--lr", "1e-3"]
     code, report = distil(capsys, *words[:4], *words[6:], *again, "--eval-temperatures", "0")
     before, after = rates(report)
     assert code == 0 and before > 0 and after > before - 0.05

@@ -215,6 +215,16 @@ def test_an_interrupted_run_ends_with_the_same_weights(target, tmp_path, loss):
     assert any(not torch.equal(a, before[name]) for name, a in whole.network.state_dict().items())
 
 
+def test_the_precision_that_was_measured_stays(tmp_path, monkeypatch):
+    import dspark.train.draft_trainer as module
+
+    found = iter(("bf16", "float32"))
+    monkeypatch.setattr(module, "quicker_precision", lambda device: next(found))
+    trainer(tmp_path, precision="auto").save()
+    again = trainer(tmp_path, precision="auto")
+    assert again.precision == "float32" and again.resume() and again.precision == "bf16"
+
+
 def test_every_answer_is_seen_once_an_epoch(tmp_path):
     made = trainer(tmp_path, rows=lessons(13))
     for epoch in range(3):
@@ -355,6 +365,10 @@ def test_answers_are_kept_one_by_one_and_an_interruption_changes_none(tmp_path):
     assert len(rows) == 12 and {row["prompt"] for row in rows if row["held_out"]} == {"p0", "p5"}
     found = again.examples(prompts(6), (0.0, 1.0))
     assert len(found) == 12 and found[0].tokens[:2] == (2, 3) and found[0].num_answer == 2
+    late, finished = fill(tmp_path / "c", Answers(), group=4, enough=lambda: True)
+    assert not finished and [text for text, _ in late.known] == ["p3", "p2", "p1", "p0"]  # a whole group, in any order
+    last, finished = fill(tmp_path / "c", Answers(), group=4)
+    assert finished and last.known == whole.known
     (tmp_path / "b").write_text("[1]\n")
     with pytest.raises(ValueError, match="b:1 is no answer"):
         AnswerLog(tmp_path / "b")

@@ -1,4 +1,4 @@
-"""The training of a distillation: a draft model or a head, from answers to a folder that the engine loads.
+"""The training of a distillation: a draft model, from answers to a folder that the engine loads.
 It must never show a held-out answer to the trainer of a model, nor begin before memory and time are told.
 """
 
@@ -19,65 +19,67 @@ from dspark.train.estimate import WEIGHT, check_disk, check_memory, draft_bytes,
 if TYPE_CHECKING:
     from dspark.bench.distil_run import DistilRun
 
-ANCHORS = 48
-"""Blocks of an answer that a head learns from in a step."""
-
 
 def learn_draft(run: DistilRun, examples: Sequence[Example], *, stop: Callable[[], bool]) -> dict[str, Any] | None:
     """A draft model; what was learned, with the folder "draft". None where it was stopped."""
+    import torch
+
     from dspark.model.load import load_model
     from dspark.model.save import save_model
     from dspark.provenance import provenance, scrub
-    from dspark.train.draft_trainer import DraftTrainer, trained_parameters
 
     result = run.folder / "draft"
-    if result.exists():
+    if result.exists() and "learned" in run.state:
         return dict(run.state["learned"]) | {"draft": str(result)}
     assert run.draft is not None
-    recipe = run.recipe.learning
-    _check(run, run.draft.num_parameters, with_target=recipe.loss != "ce")
-    loaded = load_model(run.args.draft, dtype="float32", device=_device(run), progress=run.progress)
-    if run.args.threads:
-        import torch
-
-        torch.set_num_threads(run.args.threads)
-    trained_parameters(loaded.model, recipe.layers)
-    columns, laws = _laws(run, loaded)
-    lessons = lessons_of(run, examples, num_columns=columns.num_columns, max_context=loaded.max_context)
-    own = None
-    if recipe.on_policy_share:
-        own = _own_texts(run, examples, loaded, num_columns=columns.num_columns)
-    trainer = DraftTrainer(
-        loaded.model,
-        lessons,
-        recipe,
-        folder=run.folder,
-        columns=columns,
-        laws=laws,
-        own=own,
-        sink=_Console(run.say),
-    )
+    _check(run, run.draft.num_parameters, with_target=run.recipe.learning.loss != "ce")
+    loaded = load_model(run.args.draft, dtype="float32", device=device_of(run), progress=run.progress)
+    trainer = _trainer(run, examples, loaded)
     if trainer.resume():
         run.say(f"goes on at step {trainer.step} of {trainer.num_steps}")
     elif trainer.num_steps:
-        _estimate(run, trainer, moments=8 * sum(p.numel() for _, p in trainer.parameters))
+        tell_estimate(run, trainer, moments=8 * sum(p.numel() for _, p in trainer.parameters))
         trainer.save()  # from here on the number of steps stands
     if not trainer.run(stop=stop):
         return None
     learned = {
         "kind": "model",
         "steps": trainer.num_steps,
-        "lessons": len(lessons),
+        "lessons": len(trainer.lessons),
         "seconds": round(trainer.seconds, 1),
-        "loss": recipe.loss,
-        "columns": columns.num_columns,
+        "loss": run.recipe.learning.loss,
+        "precision": trainer.precision,
+        "columns": trainer.columns.num_columns,
     }
-    origin = provenance(run.argv, config={}, threads=run.args.threads or 0, device=str(trainer.device))
+    origin = provenance(run.argv, config={}, threads=torch.get_num_threads(), device=str(trainer.device))
     made = {"distilled_for": run.recipe.target, "recipe": scrub(run.recipe.as_dict()), "training": learned}
     save_model(loaded.model, loaded.path, result, provenance=origin | made)
     run.state["learned"] = learned
-    _keep(run)
+    keep(run)
     return learned | {"draft": str(result)}
+
+
+def _trainer(run: DistilRun, examples: Sequence[Example], loaded: Any) -> Any:
+    """Over the lessons of what is not held out, with laws and texts of its own where the loss wants them."""
+    import torch
+
+    from dspark.train.draft_trainer import DraftTrainer, trained_parameters
+
+    if run.args.threads:
+        torch.set_num_threads(run.args.threads)
+    recipe = run.recipe.learning
+    trained_parameters(loaded.model, recipe.layers)
+    columns, laws = _laws(run, loaded)
+    return DraftTrainer(
+        loaded.model,
+        lessons_of(run, examples, num_columns=columns.num_columns, max_context=loaded.max_context),
+        recipe,
+        folder=run.folder,
+        columns=columns,
+        laws=laws,
+        own=_own_texts(run, examples, loaded, num_columns=columns.num_columns) if recipe.on_policy_share else None,
+        sink=Console(run.say),
+    )
 
 
 def lessons_of(run: DistilRun, examples: Sequence[Example], *, num_columns: int, max_context: int) -> list[Any]:
@@ -111,8 +113,9 @@ def _laws(run: DistilRun, loaded: Any) -> tuple[Any, Any]:
     from dspark.train.laws import TargetLaws
     from dspark.train.lessons import columns_of
 
+    words = None if run.words is None else run.words.to(device_of(run))
     columns = columns_of(
-        run.words,
+        words,
         num_target=run.target.facts.num_valid_tokens,
         num_draft=min(loaded.num_valid_tokens, loaded.vocab_size),
     )
@@ -122,8 +125,8 @@ def _laws(run: DistilRun, loaded: Any) -> tuple[Any, Any]:
     from dspark.model.load import load_model
     from dspark.model.runner import build_runner
 
-    target = load_model(run.args.model, device=_device(run), progress=run.progress)
-    runner = build_runner(target.model, device=_device(run), threads=run.args.threads)
+    target = load_model(run.args.model, device=device_of(run), progress=run.progress)
+    runner = build_runner(target.model, device=device_of(run), threads=run.args.threads)
     laws = TargetLaws(
         runner,
         columns,
@@ -162,14 +165,14 @@ def _own_texts(run: DistilRun, examples: Sequence[Example], loaded: Any, *, num_
     )
 
 
-def _estimate(run: DistilRun, trainer: Any, *, moments: int) -> None:
+def tell_estimate(run: DistilRun, trainer: Any, *, moments: int) -> None:
     """Tell what it will take, by trial; fit the number of steps to the budget; refuse what does not fit in memory."""
     found = measure(trainer.trial, steps=trainer.num_steps)
     check_memory(
-        moments,
+        moments + (found.peak_bytes or 0),
         free_bytes(),
-        what=f"training (optimizer's moments, after a step was tried at {found.text()})",
-        cure="give --train-layers N, fewer --sequences, or name a smaller draft",
+        what="a step of training with the optimizer's moments (the step measured)",
+        cure="give --train-layers N or fewer --sequences, or name a smaller draft",
     )
     if run.args.minutes is not None:
         fitting = int(60 * run.args.minutes * LEARN_SHARE / max(found.seconds / max(1, found.steps), 1e-9))
@@ -180,102 +183,7 @@ def _estimate(run: DistilRun, trainer: Any, *, moments: int) -> None:
     run.say(replace(found, steps=steps, seconds=found.seconds * steps / max(1, found.steps)).text())
 
 
-def learn_head(run: DistilRun, examples: Sequence[Example], *, stop: Callable[[], bool]) -> dict[str, Any] | None:
-    """A head, by the trainer of `dspark train`, calibrated; as learn_draft."""
-    from dspark.train.run import TrainingRun
-
-    result = run.folder / "head"
-    if result.exists() and "learned" in run.state:
-        return dict(run.state["learned"]) | {"draft": str(result)}
-    run.check_target(beside=run.target.num_parameters)
-    training = TrainingRun(
-        head_recipe(run, examples),
-        run.folder,
-        generate=_nobody,
-        device=run.args.device,
-        threads=run.args.threads,
-        progress=run.progress,
-        sink=_Console(run.say),
-    )
-    trainer = training.trainer(examples)
-    if not trainer.progress.step and trainer.num_steps:
-        learning = sum(p.numel() for p in trainer.parameters)
-        _estimate(run, trainer, moments=8 * learning)
-        run.state["head_steps"] = trainer.num_steps
-        _keep(run)
-    trainer.num_steps = run.state.get("head_steps", trainer.num_steps)
-    if not trainer.run(stop=stop):
-        return None
-    found = training.export(trainer, training.origin(run.argv))
-    learned = {
-        "kind": "head",
-        "steps": trainer.num_steps,
-        "blocks": trainer.progress.blocks,
-        "seconds": round(trainer.progress.seconds, 1),
-        "validation": found.as_dict(),
-    }
-    run.state["learned"] = learned
-    _keep(run)
-    return learned | {"draft": str(result)}
-
-
-def head_recipe(run: DistilRun, examples: Sequence[Example]) -> Any:
-    """For `dspark train`: the shape of the head that it begins with, or of a new one."""
-    from dspark.train.recipe import Recipe, TrainingRecipe
-
-    learning = run.recipe.learning
-    answers = sum(not example.held_out and example.num_answer > 2 for example in examples)
-    tv = learning.loss == "tv"
-    training = TrainingRecipe(
-        blocks=max(1, round(learning.epochs * answers * ANCHORS)),
-        sequences=learning.sequences,
-        anchors=ANCHORS,
-        lr=learning.lr,
-        temperature=learning.temperature if tv else 0.0,
-        ce=0.1 if tv else 1.0,
-        tv=0.9 if tv else 0.0,
-        tv_from=0.3,
-        validate_blocks=max(1, round(learning.epochs * answers * ANCHORS / 4)),
-        checkpoint_minutes=learning.checkpoint_minutes,
-        seed=learning.seed,
-    )
-    return Recipe(target=run.recipe.target, data=run.recipe.data, head=_head_shape(run), training=training)
-
-
-def _head_shape(run: DistilRun) -> Any:
-    import json
-
-    from dspark.train.recipe import HeadRecipe
-
-    start = run.recipe.start
-    if start:
-        from dspark.heads.checkpoint import read_head_config
-
-        config = read_head_config(start)
-        return HeadRecipe(
-            kind=config.kind,
-            context=config.context,
-            layers=config.target_layer_ids,
-            num_layers=config.num_layers,
-            intermediate_size=0 if config.context == "target" else config.intermediate_size,
-            draft_vocab_size=config.draft_vocab_size,
-            block_size=config.block_size,
-            anchor_feature=config.anchor_feature,
-            markov_rank=config.markov_rank,
-            markov_type=config.markov_type,
-            confidence=config.has_confidence,
-            start=start,
-        )
-    config = json.loads((run.target.folder / "config.json").read_text(encoding="utf-8"))
-    last = int(config.get("text_config", config)["num_hidden_layers"]) - 1
-    return HeadRecipe(layers=tuple(sorted({0, 1, last - 1, last} & set(range(last + 1)))), draft_vocab_size=16384)
-
-
-def _nobody(*_: Any) -> list[list[int]]:
-    raise AssertionError("the answers are there already")
-
-
-def _device(run: DistilRun) -> str:
+def device_of(run: DistilRun) -> str:
     import torch
 
     if run.args.device == "auto":
@@ -283,13 +191,13 @@ def _device(run: DistilRun) -> str:
     return run.args.device
 
 
-def _keep(run: DistilRun) -> None:
+def keep(run: DistilRun) -> None:
     from dspark.bench import distil_settings as settings
 
     settings.keep(run.folder, run.state)
 
 
-class _Console:
+class Console:
     """Rows of training for a person, every REPORT_SECONDS."""
 
     def __init__(self, say: Callable[[str], None]) -> None:

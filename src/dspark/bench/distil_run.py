@@ -119,11 +119,12 @@ class DistilRun:
 
     def run(self, *, stop: Stop) -> dict[str, Any] | None:
         """The report; None where it was stopped before the end."""
-        from dspark.bench.distil_learn import learn_draft, learn_head
+        from dspark.bench.distil_head import learn_head
+        from dspark.bench.distil_learn import learn_draft
 
         if not self._answers(stop):
             return None
-        examples = self.log.examples(self.prompts, self.recipe.data.temperatures)
+        examples = self.log.examples(self.asked, self.recipe.data.temperatures)
         trained = [example for example in examples if not example.held_out]
         if len(trained) < settings.LEAST_TRAINED:
             raise ValueError(f"only {len(trained)} answers were made in time: raise --minutes, or lower --max-tokens")
@@ -139,7 +140,8 @@ class DistilRun:
         data = self.recipe.data
         if self.state["answers_closed"]:
             return True
-        missing = len(self.prompts) * len(data.temperatures) - len(self.log.known)
+        asked = self.asked
+        missing = len(asked) * len(data.temperatures) - len(self.log.known)
         if missing > 0:
             self.check_target()
             self.say(f"{self.recipe.target} answers {missing} prompts")
@@ -153,16 +155,18 @@ class DistilRun:
             progress=self.progress,
         )
         finished = self.log.fill(
-            self.prompts,
+            asked,
             answerer,
             temperatures=data.temperatures,
             max_tokens=data.max_answer_tokens,
             seed=data.seed,
             decode=self.target.tokenizer.decode,
             stop=watch,
+            group=0 if self.args.minutes is None else 2 * data.batch,
+            enough=watch.is_late,
         )
         answerer.close()
-        if not finished and not watch.late:
+        if not finished and not watch.is_late():
             return False
         self.state["answers_closed"] = True
         settings.keep(self.folder, self.state)
@@ -176,6 +180,12 @@ class DistilRun:
             what=f"{self.recipe.target}{' beside the training' if beside else ''}",
             cure="end other programs, use a smaller target or draft, or --loss ce, which learns without the target",
         )
+
+    @property
+    def asked(self) -> list[TrainPrompt]:
+        """Prompts that the target answers: a head is validated and calibrated on answers to held-out ones, a model is
+        measured by the engine, which answers itself."""
+        return [prompt for prompt in self.prompts if self.draft is None or not prompt.held_out]
 
     def held_out(self, count: int) -> list[TrainPrompt]:
         """The first so many."""
@@ -205,7 +215,7 @@ class DistilRun:
 
 
 class _Watch:
-    """Asked after each answer: whether to stop, by the user's will or by the budget; tells how it goes."""
+    """Asked after each answer whether the user stops it; tells how it goes, and whether the budget is spent."""
 
     def __init__(self, run: DistilRun, stop: Stop) -> None:
         self.say = run.say
@@ -214,18 +224,20 @@ class _Watch:
         minutes = run.args.minutes
         self.seconds = None if minutes is None else 60 * minutes * ANSWER_SHARE
         self.first: int | None = None
-        self.late = False
 
     def __call__(self, done: int, total: int) -> bool:
         now = time.monotonic()
         if self.first is None:
             self.first = done - 1
-        self.late = self.seconds is not None and now - self.start > self.seconds
         if now - self.last > REPORT_SECONDS:
             self.last = now
             left = (total - done) * (now - self.start) / (done - self.first)
             self.say(f"{done} of {total} answers, about {left / 60:.0f} min left")
-        return self.stop() or self.late
+        return self.stop()
+
+    def is_late(self) -> bool:
+        """Whether the budget is spent."""
+        return self.seconds is not None and time.monotonic() - self.start > self.seconds
 
 
 def _counts(left_out: dict[str, int]) -> str:

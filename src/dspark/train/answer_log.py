@@ -64,30 +64,35 @@ class AnswerLog:
         seed: int,
         decode: Decode,
         stop: Callable[[int, int], bool] = lambda done, total: False,
+        group: int = 0,
+        enough: Callable[[], bool] = lambda: False,
     ) -> bool:
-        """Let the target answer what is not there yet; whether all is. `stop(done, total)` is asked after each answer.
+        """Let the target answer what is not there yet; whether all is. `stop(done, total)` is asked after each answer,
+        `enough()` after each `group` of them (0: all), so that what a budget leaves out is not the long answers.
 
         An answer's seed goes by its prompt's place among all, so that an interruption changes none.
         """
-        total, finished = len(prompts) * len(temperatures), True
-        for at, temperature in enumerate(temperatures):
-            missing = [i for i, prompt in enumerate(prompts) if (prompt.text, temperature) not in self.known]
-            if not missing or not finished:
-                continue
+        asked = [(at, i) for at in range(len(temperatures)) for i in range(len(prompts))]
+        missing = [(at, i) for at, i in asked if (prompts[i].text, temperatures[at]) not in self.known]
+        for part in _groups(missing, group):
+            temperature = temperatures[part[0][0]]
 
-            def done(index: int, tokens: list[int], missing: Sequence[int] = missing, t: float = temperature) -> bool:
-                self._add(prompts[missing[index]], t, tokens, decode)
-                return not stop(len(self.known), total)
+            def done(
+                index: int, tokens: list[int], part: Sequence[tuple[int, int]] = part, t: float = temperature
+            ) -> bool:
+                self._add(prompts[part[index][1]], t, tokens, decode)
+                return not stop(len(self.known), len(asked))
 
             answerer(
-                [prompts[i].tokens for i in missing],
+                [prompts[i].tokens for _, i in part],
                 max_tokens=max_tokens,
                 temperature=temperature,
-                seeds=[seed * 1_000_003 + at * len(prompts) + i for i in missing],
+                seeds=[seed * 1_000_003 + at * len(prompts) + i for at, i in part],
                 done=done,
             )
-            finished = all((prompt.text, temperature) in self.known for prompt in prompts)
-        return finished
+            if enough() or any((prompts[i].text, temperature) not in self.known for _, i in part):
+                break
+        return all((prompts[i].text, temperatures[at]) in self.known for at, i in asked)
 
     def _add(self, prompt: TrainPrompt, temperature: float, tokens: list[int], decode: Decode) -> None:
         row = {"prompt": prompt.text, "task": prompt.task, "held_out": prompt.held_out, "temperature": temperature}
@@ -116,3 +121,12 @@ class AnswerLog:
             for prompt in prompts
             if self.known.get((prompt.text, temperature))
         ]
+
+
+def _groups(missing: Sequence[tuple[int, int]], size: int) -> list[Sequence[tuple[int, int]]]:
+    """(temperature, prompt) in groups of one temperature each."""
+    found: list[Sequence[tuple[int, int]]] = []
+    for at in sorted({at for at, _ in missing}):
+        of_one = [pair for pair in missing if pair[0] == at]
+        found += [of_one[start : start + (size or len(of_one))] for start in range(0, len(of_one), size or len(of_one))]
+    return found

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from dspark.train.distil_recipe import LearningRecipe
+from dspark.train.estimate import quicker_precision
 from dspark.train.laws import TargetLaws
 from dspark.train.lessons import Columns, Lesson, LessonBatch, batch_of
 from dspark.train.losses import draft_losses
@@ -33,7 +34,7 @@ OwnLessons = Callable[[int], Sequence[Lesson]]
 
 
 class DraftTrainer:
-    """Trains a transformers causal model in place, in float32 with bf16 products where the recipe says so."""
+    """Trains a transformers causal model in place: weights in float32, products in the recipe's precision."""
 
     def __init__(
         self,
@@ -66,6 +67,9 @@ class DraftTrainer:
             [p for _, p in self.parameters], lr=recipe.lr, betas=(0.9, 0.95), weight_decay=recipe.weight_decay
         )
         self.num_steps = max(0, round(recipe.epochs * len(lessons) / recipe.sequences))
+        self.precision = recipe.precision
+        if self.precision == "auto":
+            self.precision = quicker_precision(self.device.type)
         self.step = 0
         self.seconds = 0.0
         self._round: tuple[int, Sequence[Lesson]] | None = None
@@ -120,7 +124,7 @@ class DraftTrainer:
     def _gradients(self, lessons: Sequence[Lesson], *, kind: str) -> Row:
         """Gradients of the mean loss a row. Logits are made, used and dropped a chunk at a time."""
         batch = batch_of(lessons, self.device)
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.recipe.precision == "bf16"):
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
             # Padding lies behind what counts, and attention is causal: no mask is needed.
             hidden = self.body(input_ids=batch.tokens, use_cache=False).last_hidden_state
             rows = hidden.flatten(0, 1)[batch.places]
@@ -210,6 +214,7 @@ class DraftTrainer:
             "optimizer": self.optimizer.state_dict(),
             "step": self.step,
             "num_steps": self.num_steps,
+            "precision": self.precision,
             "seconds": self.seconds,
         }
         temporary = self.folder / (STATE + ".part")
@@ -225,7 +230,7 @@ class DraftTrainer:
             ) from None
 
     def resume(self) -> bool:
-        """Continue from the folder's checkpoint, if there is one. The number of steps is the checkpoint's."""
+        """Continue from the folder's checkpoint, if there is one. Number of steps and precision are the checkpoint's."""
         path = self.folder / STATE
         if not path.exists():
             return False
@@ -240,6 +245,7 @@ class DraftTrainer:
                 parameter.copy_(value["trained"][name])
         self.optimizer.load_state_dict(value["optimizer"])
         self.step, self.num_steps, self.seconds = value["step"], value["num_steps"], value["seconds"]
+        self.precision = value["precision"]
         return True
 
 
