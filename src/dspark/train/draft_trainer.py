@@ -230,7 +230,7 @@ class DraftTrainer:
             ) from None
 
     def resume(self) -> bool:
-        """Continue from the folder's checkpoint, if there is one. Number of steps and precision are the checkpoint's."""
+        """Continue from the folder's checkpoint, if there is one; number of steps and precision are its."""
         path = self.folder / STATE
         if not path.exists():
             return False
