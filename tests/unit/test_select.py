@@ -15,7 +15,7 @@ from dspark.bench.foretell import Drafted, Prices, Seen, alone, best_length, con
 from dspark.bench.harness import Answer, BenchSettings, Result
 from dspark.bench.race import LEAST_PROMPTS, behind, race
 from dspark.bench.report import target_note
-from dspark.bench.select import Row, _as_it_is, off_from, recommend
+from dspark.bench.select import Row, as_it_is, off_from, recommend
 from dspark.bench.suggestions import suggestions
 from dspark.cli import main
 from dspark.plan.cost import CostTable, StepCost
@@ -128,11 +128,11 @@ def test_models_come_in_each_precision_and_the_rest_as_they_are():
 
 def test_a_quantised_folder_is_measured_as_it_is_and_reports_say_so(tmp_path):
     folder = tiny_folder(tmp_path / "q")
-    assert not _as_it_is(str(folder)) and not _as_it_is("suffix")
+    assert not as_it_is(str(folder)) and not as_it_is("suffix")
     config = json.loads((folder / "config.json").read_text())
     settings = {"quant_method": "dspark", "version": 1, "bits": 8}
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
-    assert [v.name for v in expand([str(folder)], precisions=["bf16", "int8"], is_head=_as_it_is)] == [str(folder)]
+    assert [v.name for v in expand([str(folder)], precisions=["bf16", "int8"], is_head=as_it_is)] == [str(folder)]
     assert target_note({"quantization": None, "weights": "float32"}) == []
     (line,) = target_note({"quantization": "int8", "weights": "int8 as on disk"})
     assert "int8" in line and "this quantised target's own" in line

@@ -98,9 +98,9 @@ def choose(run: DistilRun, draft: str) -> dict[str, Any]:
     file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
     start = run.recipe.start if args.draft == HEAD else args.draft
     asked = _select_args(run, [draft, *([start] if start else [])], file)
-    variants = expand([draft], precisions=("bf16", "int8", "int4"), is_head=selection._is_head)
+    variants = expand([draft], precisions=("bf16", "int8", "int4"), is_head=selection.as_it_is)
     if start:
-        variants += expand([start], precisions=("bf16",), is_head=selection._is_head)
+        variants += expand([start], precisions=("bf16",), is_head=selection.as_it_is)
     choice, head = selection.select(
         asked,
         variants,

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dspark.bench.answering import EngineAnswerer
-from dspark.bench.candidates import free_bytes
 from dspark.bench.distil_run import LEARN_SHARE, REPORT_SECONDS, free_disk
+from dspark.model.free_memory import cpu_free
 from dspark.train.answers import Example
 from dspark.train.estimate import WEIGHT, check_disk, check_memory, draft_bytes, measure
 
@@ -101,7 +101,7 @@ def _check(run: DistilRun, num_parameters: int, *, with_target: bool) -> None:
         run.check_target(beside=need)
     check_memory(
         need,
-        free_bytes(),
+        cpu_free().num_bytes,
         what=f"training {run.recipe.draft}",
         cure="give --train-layers N, or name a smaller draft",
     )
@@ -170,7 +170,7 @@ def tell_estimate(run: DistilRun, trainer: Any, *, moments: int) -> None:
     found = measure(trainer.trial, steps=trainer.num_steps)
     check_memory(
         moments + (found.peak_bytes or 0),
-        free_bytes(),
+        cpu_free().num_bytes,
         what="a step of training with the optimizer's moments (the step measured)",
         cure="give --train-layers N or fewer --sequences, or name a smaller draft",
     )

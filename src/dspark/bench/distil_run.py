@@ -16,7 +16,7 @@ from typing import Any
 
 from dspark.bench import distil_settings as settings
 from dspark.bench.answering import EngineAnswerer
-from dspark.bench.candidates import free_bytes
+from dspark.model.free_memory import cpu_free
 from dspark.train.answer_log import AnswerLog
 from dspark.train.answers import Example
 from dspark.train.distil_recipe import HEAD, DistilRecipe
@@ -176,7 +176,7 @@ class DistilRun:
         """Raises ValueError where the target, and `beside` bytes of training, do not fit in memory."""
         check_memory(
             2 * self.target.num_parameters + CACHE_BYTES + beside,
-            free_bytes(),
+            cpu_free().num_bytes,
             what=f"{self.recipe.target}{' beside the training' if beside else ''}",
             cure="end other programs, use a smaller target or draft, or --loss ce, which learns without the target",
         )

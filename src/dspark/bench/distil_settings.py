@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -126,8 +127,8 @@ class Described:
 
 def describe(name: str, *, progress: Any = None) -> Described:
     """Raises ValueError for a model that is not there or has no tokenizer."""
-    from dspark.bench.candidates import weight_bytes
     from dspark.model.load import resolve
+    from dspark.model.memory import read_headers
     from dspark.model.tokenizer import Tokenizer
 
     folder = resolve(name, progress=progress)
@@ -144,6 +145,6 @@ def describe(name: str, *, progress: Any = None) -> Described:
         folder=folder,
         tokenizer=tokenizer,
         facts=facts,
-        num_parameters=(weight_bytes(folder, "bf16") or 0) // 2,
+        num_parameters=sum(math.prod(shape) for shape in read_headers(folder).values()),
         max_context=max_context,
     )

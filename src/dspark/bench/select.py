@@ -112,7 +112,7 @@ def run(args: argparse.Namespace, *, progress: Progress | None = None, argv: Seq
     loads = _loads(args.concurrency)
     settings = BenchSettings(max_tokens=args.max_tokens, temperature=args.temperature, repeat=1)
     settings.params(0)
-    variants = expand(args.drafts, precisions=args.precisions, is_head=_as_it_is)
+    variants = expand(args.drafts, precisions=args.precisions, is_head=as_it_is)
     require_matplotlib()
     tasks = [task.strip() for task in args.tasks.split(",") if task.strip()] if args.tasks else None
     rows = interleave(load_rows(args.data, per_task=args.per_task, tasks=tasks))
@@ -293,7 +293,7 @@ def _loads(text: str) -> list[int]:
     return sorted(set(found) | {1})
 
 
-def _as_it_is(name: str | None) -> bool:
+def as_it_is(name: str | None) -> bool:
     """Whether a draft has the one precision that its folder has: heads, and quantised models."""
     from dspark.heads.checkpoint import is_head_folder
     from dspark.model.precision import is_quantised_folder

@@ -51,9 +51,7 @@ class TorchRunner:
         self._eps = weights.eps
         self._softcap = weights.logit_softcap
         self._rope_tables = weights.rope_tables
-        make = partial(
-            make_linear, dtype=self.cache_dtype, exact=exact, quantization=quantization, prepack=prepack
-        )
+        make = partial(make_linear, dtype=self.cache_dtype, exact=exact, quantization=quantization, prepack=prepack)
         self._head = make(weights.head)
         self._layers = [_Layer(layer, weights, index, make) for index, layer in enumerate(weights.layers)]
         self._attention = AttentionMaker(num_heads=weights.num_heads, row_by_row=exact)
