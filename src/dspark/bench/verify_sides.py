@@ -24,7 +24,7 @@ from dspark.types import SpeculationRecord
 
 SAMPLED_TASKS = ("mtbench", "gsm8k", "humaneval", "mmlu")
 """Whose answers prefixes are taken from, in this order."""
-MAX_TEXT_TOKENS = 400
+MAX_TEXT_TOKENS = 200
 
 
 def local_sides(args: argparse.Namespace, llm: Any, speculation: SpeculationConfig) -> Sides:

@@ -125,7 +125,9 @@ def choose_prefixes(llm: Any, texts: Sequence[tuple[str, Sequence[int], int]], *
         control = RequestSpeculation(policy="fixed" if number // len(MANNERS) % 2 == 0 else None)
         asked = SamplingParams(**values, max_tokens=plan.depth + 1, speculation=control)
         policy = control.policy or "as configured"
-        found.append(Prefix(name=name, tokens=list(tokens[:best]), manner=f"{manner}, {policy}", params=asked))
+        # Samples share whole pages of the cache: with one token behind the last page each reads that token alone.
+        spare = (best - 1) % llm.engine.cache.page_size if best > llm.engine.cache.page_size else 0
+        found.append(Prefix(name=name, tokens=list(tokens[spare:best]), manner=f"{manner}, {policy}", params=asked))
     return found
 
 
@@ -172,6 +174,8 @@ def draw(llm: Any, prefix: Prefix, joint: Joint, *, samples: int) -> tuple[Count
     record = SpeculationRecord()
     values = {name: getattr(prefix.params, name) for name in ("temperature", "top_k", "presence_penalty", "max_tokens")}
     left = samples
+    # The prefix is read once, and found in the cache by all samples, which start together.
+    llm.generate([list(prefix.tokens)], SamplingParams(temperature=0.0, max_tokens=1, speculation=False))
     while left > 0:
         params = SamplingParams(**values, n=min(left, MAX_ANSWERS), speculation=prefix.params.control)
         (output,) = llm.generate([list(prefix.tokens)], params)
