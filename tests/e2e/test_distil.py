@@ -101,7 +101,6 @@ def test_a_distilled_draft_is_accepted_more_and_says_the_same(target, prompts, d
     for temperature in (0.0, 1.0):
         before, after = rates(report, temperature)
         assert after > before + 0.15
-    assert report["measured"][0]["gain"]["low"] > 0
     plain, llm = LLM(target), LLM(target, draft=str(out / "draft"), check=True)
     greedy = SamplingParams(temperature=0, max_tokens=16)
     asked = [["moss 2"], ["gold 9"]]

@@ -448,9 +448,10 @@ def test_the_gain_is_of_rates_and_its_interval_holds_it():
 
     before, after = acceptance([0.2, 0.4, 0.3, 0.3]), acceptance([0.4, 0.6, 0.4, 0.4])
     gain, low, high = relative_gain(before, after)
-    assert gain == pytest.approx(0.45 / 0.3 - 1) and low < gain < high and low > 0
+    assert gain == pytest.approx(0.45 / 0.3 - 1) and 0 < low < gain < high
     same = relative_gain(before, before)
     assert same == pytest.approx((0, 0, 0))
+    assert relative_gain(acceptance([0.0, 0.0]), acceptance([0.2, 0.4])) == (None, None, None)
     assert before.as_dict()["acceptance_rate"] == pytest.approx(0.3)
 
 

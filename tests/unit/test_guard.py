@@ -84,7 +84,7 @@ def test_a_sound_policy_is_asked_and_told_everything():
     assert told == [(1, {"num_verified": 2, "num_accepted": 1}), 1]
 
 
-@pytest.mark.parametrize("policy", (None, FixedLength, 3, object()), ids=str)
+@pytest.mark.parametrize("policy", (None, FixedLength, 3, object()), ids=("none", "class", "number", "object"))
 def test_what_is_no_policy_is_refused(llm, policy):
     with pytest.raises(ValueError, match="is no LengthPolicy"):
         llm.add_policy("no policy", policy)

@@ -60,8 +60,11 @@ def measure_acceptance(
     return Acceptance(temperature=temperature, records=[output.outputs[0].speculation for output in outputs])
 
 
-def relative_gain(before: Acceptance, after: Acceptance, *, seed: int = 0) -> tuple[float, float, float]:
-    """Acceptance rate after / before - 1, and its 95% bootstrap interval over prompts, drawn in pairs."""
+def relative_gain(
+    before: Acceptance, after: Acceptance, *, seed: int = 0
+) -> tuple[float | None, float | None, float | None]:
+    """Acceptance rate after / before - 1, and its 95% bootstrap interval over prompts, drawn in pairs. None: no
+    bound, because nothing was accepted before."""
     counts = np.array(
         [
             [b.num_accepted, b.num_verified, a.num_accepted, a.num_verified]
@@ -70,11 +73,14 @@ def relative_gain(before: Acceptance, after: Acceptance, *, seed: int = 0) -> tu
     )
     rng = np.random.default_rng(seed)
     drawn = counts[rng.integers(len(counts), size=(NUM_RESAMPLES, len(counts)))].sum(axis=1)
-    low, high = np.percentile(_gain(drawn), [2.5, 97.5])
-    return float(_gain(counts.sum(axis=0, keepdims=True))[0]), float(low), float(high)
+    low, high = np.percentile(_gain(drawn), [2.5, 97.5], method="nearest")
+    found = (_gain(counts.sum(axis=0, keepdims=True))[0], low, high)
+    gain, lower, upper = (float(value) if np.isfinite(value) else None for value in found)
+    return gain, lower, upper
 
 
 def _gain(sums: np.ndarray) -> np.ndarray:
     """(M, 4) -> (M,)."""
-    accepted, verified, accepted_after, verified_after = np.maximum(sums, 1e-9).T
-    return (accepted_after / verified_after) / (accepted / verified) - 1
+    accepted, verified, accepted_after, verified_after = sums.T.astype(float)
+    before, after = accepted / np.maximum(verified, 1), accepted_after / np.maximum(verified_after, 1)
+    return np.where(before > 0, after / np.where(before > 0, before, 1), np.inf) - 1

@@ -28,7 +28,7 @@ def table(report: Mapping[str, Any]) -> list[list[str]]:
             if found is None:
                 continue
             gain = measured["gain"] if name == "after" else None
-            told = "" if gain is None else f"{gain['relative']:+.0%} [{gain['low']:+.0%}, {gain['high']:+.0%}]"
+            told = "" if gain is None else f"{_share(gain['relative'])} [{_share(gain['low'])}, {_share(gain['high'])}]"
             places = " ".join(f"{share:.2f}" for share in found["by_position"])
             cells = [f"{measured['temperature']:g}", name, f"{found['acceptance_rate']:.3f}"]
             rows.append([*cells, f"{found['accepted_length']:.2f}", told, places])
@@ -73,3 +73,7 @@ def write_report(folder: Path, report: Mapping[str, Any]) -> None:
     """report.json and report.md."""
     (folder / "report.json").write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     (folder / "report.md").write_text(page(report), encoding="utf-8")
+
+
+def _share(value: float | None) -> str:
+    return "no bound" if value is None else f"{value:+.0%}"
