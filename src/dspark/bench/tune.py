@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_server_arguments(add)
     add("--url", required=True, help="the server, such as http://127.0.0.1:8000")
-    add("--data", nargs="+", default=[DEFAULT_DATA], metavar="PATH", help="JSON lines of prompts (%(default)s)")
+    add("--data", nargs="+", default=[DEFAULT_DATA], metavar="PATH", help=f"JSON lines of prompts ({DEFAULT_DATA})")
     add("--per-task", type=int, metavar="N", help="the first N prompts of each task (all)")
     add("--concurrency", default="1,4,8", metavar="LIST", help="numbers of clients (%(default)s)")
     add("--max-tokens", type=int, default=128, metavar="N", help="longest answer (%(default)s)")

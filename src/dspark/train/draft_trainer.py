@@ -7,7 +7,6 @@ Shapes: N lessons of a step, T places of the longest, R rows that guess, D hidde
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,9 +21,9 @@ from dspark.train.estimate import quicker_precision
 from dspark.train.laws import TargetLaws
 from dspark.train.lessons import Columns, Lesson, LessonBatch, batch_of
 from dspark.train.losses import draft_losses
+from dspark.train.state_file import STATE, read_state, write_state
 
 Row = dict[str, Any]
-STATE = "training-state.pt"
 CHUNK_ELEMENTS = 1 << 24
 """Logits that are held at a time."""
 WINDOW = 16
@@ -217,29 +216,17 @@ class DraftTrainer:
             "precision": self.precision,
             "seconds": self.seconds,
         }
-        temporary = self.folder / (STATE + ".part")
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            torch.save(value, temporary)
-            os.replace(temporary, self.folder / STATE)
-        except (OSError, RuntimeError) as error:  # torch's writer raises the second
-            temporary.unlink(missing_ok=True)
-            raise ValueError(
-                f"the checkpoint cannot be written to {self.folder} ({error}): free space, and give the same command "
-                "again; what was saved before is kept"
-            ) from None
+        write_state(self.folder, value)
 
     def resume(self) -> bool:
         """Continue from the folder's checkpoint, if there is one; number of steps and precision are its."""
-        path = self.folder / STATE
-        if not path.exists():
+        value = read_state(self.folder, device=self.device)
+        if value is None:
             return False
-        try:
-            value = torch.load(path, map_location=self.device, weights_only=True)
-        except Exception as error:
-            raise ValueError(f"{path} cannot be read ({error}): delete it to train from the start") from None
         if set(value["trained"]) != {name for name, _ in self.parameters}:
-            raise ValueError(f"{path} trained other layers or another draft: choose another --out, or delete it")
+            raise ValueError(
+                f"{self.folder / STATE} trained other layers or another draft: choose another --out, or delete it"
+            )
         with torch.no_grad():
             for name, parameter in self.parameters:
                 parameter.copy_(value["trained"][name])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -26,12 +25,12 @@ from dspark.train.answers import Example
 from dspark.train.blocks import Blocks, Head, anchor_rows, choose_anchors, make_blocks, output_logits, teacher_forced
 from dspark.train.losses import block_losses, position_weights
 from dspark.train.recipe import TrainingRecipe
+from dspark.train.state_file import STATE, read_state, write_state
 from dspark.train.states import States, TargetStates
 from dspark.train.validate import Validation, validate
 
 Row = dict[str, Any]
 FROZEN = ("embed_tokens.weight", "lm_head.weight")
-STATE = "training-state.pt"
 CHUNK = 64
 
 
@@ -263,7 +262,6 @@ class Trainer:
 
     def save(self) -> None:
         """All that a later run needs to go on with the same steps; replaced as a whole."""
-        self.folder.mkdir(parents=True, exist_ok=True)
         kept = {name: p for name, p in self.head.state_dict().items() if name not in FROZEN}
         value = {
             "head": kept,
@@ -272,9 +270,7 @@ class Trainer:
             "draft_ids": self.head.draft_ids,
             "config": self._config(),
         }
-        temporary = self.folder / (STATE + ".part")
-        torch.save(value, temporary)
-        os.replace(temporary, self.folder / STATE)
+        write_state(self.folder, value)
         (self.folder / "history.json").write_text(json.dumps(self.progress.history, indent=1))
 
     def _config(self) -> Row:
@@ -283,13 +279,10 @@ class Trainer:
 
     def resume(self) -> bool:
         """Continue from the folder's checkpoint, if there is one."""
-        path = self.folder / STATE
-        if not path.exists():
+        value = read_state(self.folder, device=self.device)
+        if value is None:
             return False
-        try:
-            value = torch.load(path, map_location=self.device, weights_only=True)
-        except Exception as error:
-            raise ValueError(f"{path} cannot be read ({error}): delete it to train from the start") from None
+        path = self.folder / STATE
         if not torch.equal(value["draft_ids"].cpu(), self.head.draft_ids.cpu()):
             raise ValueError(f"{path} is of another draft vocabulary: choose another output folder, or delete it")
         if value["config"] != self._config():
