@@ -212,14 +212,15 @@ def test_what_cannot_be_done_is_said_in_one_line(target, prompts, draft, tmp_pat
 
 def test_memory_and_folders_are_refused_by_name(target, prompts, draft, tmp_path, capsys, monkeypatch):
     import dspark.bench.distil_learn as module
+    from dspark.model.free_memory import Free
 
     words = ["--model", target, "--data", prompts, "--draft", draft, "--out", str(tmp_path / "out"), "--loss", "ce"]
-    monkeypatch.setattr(module, "free_bytes", lambda: 1 << 16)
+    monkeypatch.setattr(module, "cpu_free", lambda: Free(num_bytes=1 << 16, total=1 << 16, source="a test"))
     code, error = distil(capsys, *words)
     assert code == 2 and f"training {draft} needs about" in error and "--train-layers" in error
     code, error = distil(capsys, *words, "--seed", "5")
     assert code == 2 and "of another run" in error and "learning.seed is 1 there, not 5" in error
-    monkeypatch.setattr(module, "free_bytes", lambda: 1 << 40)
+    monkeypatch.setattr(module, "cpu_free", lambda: Free(num_bytes=1 << 40, total=1 << 40, source="a test"))
     monkeypatch.setattr(module, "free_disk", lambda folder: 1000)
     code, error = distil(capsys, *words)
     assert code == 2 and "need about" in error and "--out" in error

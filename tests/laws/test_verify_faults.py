@@ -205,10 +205,10 @@ def test_a_draft_cache_off_by_one_costs_acceptance_and_no_answer(plain, near, mo
     pairs_of(plain, sound)
     roll_back = ModelDrafter._roll_back
 
-    def late(self: Any, state: Any, seq_id: int, view: Any) -> None:
+    def late(self: Any, state: Any, seq_id: int, guess: Any) -> None:
         rejected = len(state.guesses)
-        roll_back(self, state, seq_id, view)
-        if rejected and state.num_known < len(view) - 1:
+        roll_back(self, state, seq_id, guess)
+        if rejected and state.num_known < len(guess.view) - 1:
             state.num_known += 1
 
     monkeypatch.setattr(ModelDrafter, "_roll_back", late)

@@ -178,14 +178,20 @@ class AsyncLLM:
             yield output
 
     async def read(self, work: Callable[[], Any]) -> Any:
-        """Run what needs the tokenizer, off the event loop and off the engine's thread."""
-        return await asyncio.get_running_loop().run_in_executor(self.reader, work)
+        """Run what needs the tokenizer, off the event loop and off the engine's thread. Raises EngineStopped once the
+        engine was closed."""
+        try:
+            reading = self.reader.submit(work)
+        except RuntimeError as error:
+            raise EngineStopped("the engine was closed") from error
+        return await asyncio.wrap_future(reading)
 
     def close(self) -> None:
         """Abort what runs and end the thread. Streams still open end with an error."""
         self.inbox.put(None)
         self.thread.join()
-        self.reader.shutdown(wait=False, cancel_futures=True)
+        # What is being read may end: to cancel it would look to its caller as if the caller were cancelled.
+        self.reader.shutdown(wait=False)
 
     # -- on the engine's thread
 
