@@ -184,7 +184,8 @@ def _ask(args: argparse.Namespace, sides: Sides, questions: Sequence[Question], 
         journal.pair(pair)
         if len(found.pairs) % args.batch == 0 or len(found.pairs) == len(questions):
             total = agreement(found.pairs, "all")
-            told = ", ".join(f"{count} {verdict}" for verdict, count in total.verdicts.items())
+            refused = {"refused": total.refused} if total.refused else {}
+            told = ", ".join(f"{count} {verdict}" for verdict, count in {**total.verdicts, **refused}.items())
             say(f"{len(found.pairs)}/{len(questions)} questions: {told}")
             if deadline is not None and time.monotonic() > deadline:
                 say("the time for paired answers is over")
