@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import mmap
 
 import pytest
 import torch
@@ -429,13 +430,11 @@ def test_what_does_not_fit_is_named(tmp_path):
         check_memory(3 * 2**30, 2 * 2**30, what="training d", cure="do less")
     with pytest.raises(ValueError, match="need about 1.00 GiB in .* and 0.00 GiB are free"):
         check_disk(2**30, 0, folder=tmp_path)
-    grown = []
-    for _ in range(5):  # where the system takes pages back at the same time one look may see no growth
-        with watched_peak() as peak:
-            block = torch.ones(16 << 20)  # 64 MiB
-            del block
-        grown += peak
-    assert not grown or max(grown) > 32 << 20
+    size = 64 << 20
+    with watched_peak() as peak, mmap.mmap(-1, size) as block:  # of the system's: a heap may have so much left over
+        for place in range(0, size, mmap.PAGESIZE):
+            block[place] = 1
+    assert not peak or peak[0] > size // 2
 
 
 def test_the_gain_is_of_rates_and_its_interval_holds_it():
