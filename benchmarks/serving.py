@@ -39,6 +39,7 @@ from dspark.serve.server import address_of, bind, make_server, run
 from dspark.serve.service import Service
 
 LARGEST_GROWTH = 0.03
+FIRST_PROMPTS = 20  # whose first tokens are timed in each repetition
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 20}, "size": {"enum": ["small", "large"]}},
@@ -92,24 +93,20 @@ def cost(args: argparse.Namespace) -> dict[str, Any]:
     client = context.Process(target=_client, args=(theirs, url, args.clients, args.max_tokens), daemon=True)
     client.start()
     speeds: dict[str, list[float]] = {"python": [], "http": []}
-    firsts: dict[str, list[float]] = {"python": [], "http": []}
+    firsts: list[tuple[float, float]] = []  # by Python and by HTTP, of one prompt
     for repetition in range(args.repeat + 1):
         for side in ("python", "http") if repetition % 2 else ("http", "python"):
             if side == "python":
                 tokens, seconds = asyncio.run(_in_python(service, prompts, args.clients, args.max_tokens))
-                first = asyncio.run(_first_in_python(service, prompts[:10]))
             else:
                 pipe.send(("speed", prompts))
                 tokens, seconds = pipe.recv()
-                pipe.send(("first", prompts[:10]))
-                first = pipe.recv()
             if repetition:  # the first warms up
                 speeds[side].append(tokens / seconds)
-                firsts[side] += first
-            print(
-                f"{side}: {tokens / seconds:.1f} tokens/s, first token {1e3 * statistics.median(first):.2f} ms",
-                file=sys.stderr,
-            )
+            print(f"{side}: {tokens / seconds:.1f} tokens/s", file=sys.stderr)
+        found = _firsts(service, pipe, prompts[:FIRST_PROMPTS])
+        firsts += found if repetition else []
+        print(f"first token: {1e3 * _late(found):+.2f} ms by HTTP, median of {len(found)} pairs", file=sys.stderr)
     pipe.send(None)
     client.join()
     server.should_exit = True
@@ -119,8 +116,32 @@ def cost(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "tokens_per_second": speeds,
         "http_over_python": {"median": statistics.median(ratios), "all": ratios},
-        "first_token_ms": {side: 1e3 * statistics.median(values) for side, values in firsts.items()},
+        "first_token_ms": {
+            "python": 1e3 * statistics.median(python for python, _ in firsts),
+            "http": 1e3 * statistics.median(http for _, http in firsts),
+            "http_later": {"median": 1e3 * _late(firsts), "all": [1e3 * (http - python) for python, http in firsts]},
+        },
     }
+
+
+def _firsts(service: Service, pipe: Any, prompts: Sequence[list[int]]) -> list[tuple[float, float]]:
+    """Seconds to the first token of each prompt by Python and by HTTP, one straight after the other and every other
+    pair in the other order: a prompt's time wanders by more than what is looked for."""
+    found = []
+    for i, prompt in enumerate(prompts):
+        seconds = {}
+        for side in ("python", "http") if i % 2 else ("http", "python"):
+            if side == "python":
+                seconds[side] = asyncio.run(_first_in_python(service, prompt))
+            else:
+                pipe.send(("first", [prompt]))
+                seconds[side] = pipe.recv()
+        found.append((seconds["python"], seconds["http"]))
+    return found
+
+
+def _late(pairs: Sequence[tuple[float, float]]) -> float:
+    return statistics.median(http - python for python, http in pairs)
 
 
 async def _in_python(
@@ -140,13 +161,11 @@ async def _in_python(
     return tokens, time.perf_counter() - start
 
 
-async def _first_in_python(service: Service, prompts: Sequence[list[int]]) -> list[float]:
-    found = []
-    for prompt in prompts:
-        start = time.perf_counter()
-        async for _ in service.engine.generate(prompt, SamplingParams(temperature=0, max_tokens=1)):
-            found.append(time.perf_counter() - start)
-    return found
+async def _first_in_python(service: Service, prompt: list[int]) -> float:
+    start = time.perf_counter()
+    async for _ in service.engine.generate(prompt, SamplingParams(temperature=0, max_tokens=1)):
+        pass
+    return time.perf_counter() - start
 
 
 def _client(pipe: Any, url: str, clients: int, max_tokens: int) -> None:
@@ -154,7 +173,9 @@ def _client(pipe: Any, url: str, clients: int, max_tokens: int) -> None:
     while (asked := pipe.recv()) is not None:
         what, prompts = asked
         pipe.send(
-            asyncio.run(_over_http(url, prompts, clients, max_tokens) if what == "speed" else _first_http(url, prompts))
+            asyncio.run(
+                _over_http(url, prompts, clients, max_tokens) if what == "speed" else _first_http(url, prompts[0])
+            )
         )
 
 
@@ -173,13 +194,10 @@ async def _over_http(url: str, prompts: Sequence[list[int]], clients: int, max_t
     return tokens, time.perf_counter() - start
 
 
-async def _first_http(url: str, prompts: Sequence[list[int]]) -> list[float]:
-    found = []
-    for prompt in prompts:
-        start = time.perf_counter()
-        await Stream.ask(url, {"prompt": prompt, "max_tokens": 1, "temperature": 0, "stream": True}, until=b"data: {")
-        found.append(time.perf_counter() - start)
-    return found
+async def _first_http(url: str, prompt: list[int]) -> float:
+    start = time.perf_counter()
+    await Stream.ask(url, {"prompt": prompt, "max_tokens": 1, "temperature": 0, "stream": True}, until=b"data: {")
+    return time.perf_counter() - start
 
 
 class Stream(asyncio.Protocol):
