@@ -232,7 +232,21 @@ def test_adaptive_length_matches_leviathan(acceptance):
     """With acceptance a and costs of 1 and c, the best k maximises (1 - a^(k+1)) / ((1 - a) (1 + c k))."""
     policy = adaptive(lambda seq_id: acceptance, max_tokens=40, draft=0.1)
     best = max(range(41), key=lambda k: (1 - acceptance ** (k + 1)) / ((1 - acceptance) * (1 + 0.1 * k)))
-    assert ask(policy, features()).max_tokens == best + 2
+    ask(policy, features())
+    assert policy.lengths == {1: best}
+
+
+def test_a_row_that_is_surer_than_foreseen_may_draft_on_while_that_pays():
+    """Alone as far as its survival is worth a draft's pass and place in the target's; by two where others wait."""
+    sloped = CostTable([(1, 1.0), (101, 6.0)])
+    policy = adaptive(lambda seq_id: 0.8, max_tokens=20, draft=0.1, target=sloped)
+    alone = ask(policy, features())
+    assert alone.max_tokens == 20
+    assert alone.floor == pytest.approx(policy.rate * (0.1 + 0.05))
+    policy.begin([features(1, num_rows=2), features(2, num_rows=2)])
+    among = policy.limit(features(1, num_rows=2))
+    assert among.max_tokens == policy.lengths[1] + 2 < 20
+    assert among.floor == pytest.approx(policy.rate * (policy.draft_cost.seconds(2) / 2 + 0.05))
 
 
 @pytest.mark.parametrize(("draft", "pause"), ((None, PROBE_EVERY), (0.01, PROBE_EVERY), (0.3, 0.3 / PROBE_SHARE)))

@@ -158,6 +158,7 @@ class AdaptiveLength:
     of which nothing is verified is tried with one draft after PROBE_EVERY steps, or as many more as make that
     PROBE_SHARE of their time.
 
+    `place`: seconds that one more row adds to the target's pass, drafting or not.
     `idle`: steps since a draft of the row was last verified. `worth`: tokens that drafts brought the row a step.
     `rested_among`: rows of the step in which it was found to be too little.
     """
@@ -178,6 +179,7 @@ class AdaptiveLength:
     least_worth: float = 0.0
     lengths: dict[int, int] = field(default_factory=dict)
     rate: float = 0.0
+    place: float = 0.0
 
     def __post_init__(self) -> None:
         self.usual = Limit(max_tokens=self.max_tokens, thrifty=True)
@@ -198,6 +200,8 @@ class AdaptiveLength:
             plan = draft_lengths(foreseen, self.target_cost, self.draft_cost, other_rows=others, weights=weights)
             self.lengths = {row.seq_id: length for row, length in zip(rows, plan.lengths)}
             self.rate = plan.rate
+            # Over a whole draft, as the curve has steps.
+            self.place = (self.target_cost.seconds(num_rows + self.max_tokens) - self.plain) / max(1, self.max_tokens)
 
     def limit(self, features: Features) -> Limit:
         rows, seq_id, idle = self.num_rows, features.seq_id, self.idle.get(features.seq_id, 0)
@@ -209,10 +213,12 @@ class AdaptiveLength:
         if best == 0:
             least = int(self._is_due(idle))
             return Limit(max_tokens=least, least=least, thrifty=True)
-        # One more draft pass costs `draft` seconds, worth `rate` tokens each; it can bring at most one token a row. A
-        # row that is surer than usual may go two beyond its best length.
-        floor = min(MOST_CERTAIN, self.rate * draft / (rows * features.weight))
-        return Limit(max_tokens=min(self.max_tokens, best + 2), floor=floor, thrifty=True)
+        # One more draft costs its share of a pass and its place in the target's, seconds worth `rate` tokens each, and
+        # brings at most one token. A row that is surer than usual may go beyond its best length: alone as far as it
+        # is, among others by two, as a pass for it alone would be waited for by all.
+        floor = min(MOST_CERTAIN, self.rate * (draft / rows + self.place) / features.weight)
+        most = self.max_tokens if rows == 1 else min(self.max_tokens, best + 2)
+        return Limit(max_tokens=most, floor=floor, thrifty=True)
 
     def _rests(self, seq_id: int, weight: float) -> bool:
         worth = self.worth.get(seq_id)
