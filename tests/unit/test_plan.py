@@ -237,11 +237,11 @@ def test_adaptive_length_matches_leviathan(acceptance):
 
 
 def test_a_row_that_is_surer_than_foreseen_may_draft_on_while_that_pays():
-    """Alone as far as its survival is worth a draft's pass and place in the target's; by two where others wait."""
+    """While its survival is worth a draft's pass and place in the target's; by two where others wait, else doubled."""
     sloped = CostTable([(1, 1.0), (101, 6.0)])
     policy = adaptive(lambda seq_id: 0.8, max_tokens=20, draft=0.1, target=sloped)
     alone = ask(policy, features())
-    assert alone.max_tokens == 20
+    assert alone.max_tokens == 2 * policy.lengths[1] < 20
     assert alone.floor == pytest.approx(policy.rate * (0.1 + 0.05))
     policy.begin([features(1, num_rows=2), features(2, num_rows=2)])
     among = policy.limit(features(1, num_rows=2))
@@ -262,6 +262,14 @@ def test_a_row_without_drafts_is_tried_again_for_a_small_share_of_the_time(draft
     assert pauses == pytest.approx([pause] * len(pauses), abs=1) and pauses
     policy.forget(1)
     assert 1 not in policy.idle
+
+
+def test_lookups_that_cost_next_to_nothing_beside_a_step_are_always_asked():
+    """After a few misses a text may begin to repeat itself, and to look costs less than to miss that."""
+    policy = AdaptiveLength(max_tokens=8, target_cost=FLAT, foresee=lambda seq_id, k: [0.5] * k, asking=lambda: 0.002)
+    for step in range(100):
+        assert ask(policy, features(step=step)) is not NO_DRAFTS
+        policy.update(1, num_verified=4, num_accepted=0)
 
 
 def test_rows_whose_lookups_bring_less_than_they_cost_rest_and_are_asked_again():

@@ -18,6 +18,8 @@ FIRST_WORTH = 0.5
 """Tokens that a step with drafts is taken to bring a request before anything is known, and by which a new one is
 thought better than others lately were: it must be tried to be known."""
 WORTH_RATE, TYPICAL_RATE = 0.1, 0.005
+FREE_ASKING = 0.003
+"""Of a plain step: drafters that cost no more are always asked. What then is verified the budget weighs."""
 EMPTIER = 0.75
 """Of the rows among which a row began to rest: with as few or fewer it is tried anew."""
 FIRST_HEURISTIC = 5
@@ -154,7 +156,8 @@ class AdaptiveLength:
 
     A drafter without `draft_cost` may draft all it has: blocks are chosen in draft/portfolio, and a lookup costs no
     more than `asking` seconds a row. A row whose drafts lately brought less than that (accepted tokens less what
-    verifying them cost) rests, and is asked again every PROBE_EVERY steps. What is verified the budget decides. A row
+    verifying them cost) rests, and is asked again every PROBE_EVERY steps, unless asking is next to nothing beside a
+    step (FREE_ASKING). What is verified the budget decides. A row
     of which nothing is verified is tried with one draft after PROBE_EVERY steps, or as many more as make that
     PROBE_SHARE of their time.
 
@@ -214,11 +217,11 @@ class AdaptiveLength:
             least = int(self._is_due(idle))
             return Limit(max_tokens=least, least=least, thrifty=True)
         # One more draft costs its share of a pass and its place in the target's, seconds worth `rate` tokens each, and
-        # brings at most one token. A row that is surer than usual may go beyond its best length: alone as far as it
-        # is, among others by two, as a pass for it alone would be waited for by all.
+        # brings at most one token. A row that is surer than usual may go beyond its best length: by two among others,
+        # as all wait for its passes, alone by as much again, not further, as little is known of such places yet.
         floor = min(MOST_CERTAIN, self.rate * (draft / rows + self.place) / features.weight)
-        most = self.max_tokens if rows == 1 else min(self.max_tokens, best + 2)
-        return Limit(max_tokens=most, floor=floor, thrifty=True)
+        beyond = max(2, best) if rows == 1 else 2
+        return Limit(max_tokens=min(self.max_tokens, best + beyond), floor=floor, thrifty=True)
 
     def _rests(self, seq_id: int, weight: float) -> bool:
         worth = self.worth.get(seq_id)
@@ -228,7 +231,7 @@ class AdaptiveLength:
             # What was not worth its place among many may be among fewer.
             worth = self.worth[seq_id] = max(worth, FIRST_WORTH)
         num_rests = self.rests.get(seq_id, 0) + 1
-        poor = worth * weight < self.least_worth
+        poor = self.least_worth > FREE_ASKING and worth * weight < self.least_worth
         rests = poor and num_rests < PROBE_EVERY
         self.rests[seq_id] = num_rests if rests else 0
         if poor:
