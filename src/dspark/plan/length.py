@@ -157,11 +157,10 @@ class AdaptiveLength:
     A drafter without `draft_cost` may draft all it has: blocks are chosen in draft/portfolio, and a lookup costs no
     more than `asking` seconds a row. A row whose drafts lately brought less than that (accepted tokens less what
     verifying them cost) rests, and is asked again every PROBE_EVERY steps, unless asking is next to nothing beside a
-    step (FREE_ASKING). What is verified the budget decides. A row
-    of which nothing is verified is tried with one draft after PROBE_EVERY steps, or as many more as make that
-    PROBE_SHARE of their time.
+    step (FREE_ASKING). What is verified the budget decides. A row of which nothing is verified is tried with one draft
+    after PROBE_EVERY steps, or as many more as make that PROBE_SHARE of their time.
 
-    `place`: seconds that one more row adds to the target's pass, drafting or not.
+    `place`: seconds that one more draft adds to the target's pass.
     `idle`: steps since a draft of the row was last verified. `worth`: tokens that drafts brought the row a step.
     `rested_among`: rows of the step in which it was found to be too little.
     """
